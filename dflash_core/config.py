@@ -1,0 +1,197 @@
+"""What a user can ask for: one frozen model per stage, one docstring per field, every default once.
+
+Everything here except `Runtime` goes into fingerprints: it changes what is computed. `Runtime` says how
+fast and where, and never changes a result beyond rounding. The docstrings below the fields are the help
+texts in the Prefect form and in `--help`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Config(BaseModel):
+    """Base: frozen, unknown fields refused, docstrings become descriptions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TargetConfig(Config):
+    """The frozen large model whose output is to be kept and whose speed is to be raised."""
+
+    id: str = "demo/target"
+    """Hugging Face id, or a folder that holds config.json, safetensors and the tokenizer."""
+    revision: str = "main"
+    """Branch, tag or commit of a Hugging Face id; it is resolved to a commit before anything is keyed by it."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Type the target computes in. Stored hidden states are bfloat16 in every case."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint. Off unless you have read that code."""
+
+
+class SourceConfig(Config):
+    """One set of conversations."""
+
+    name: str
+    """Name of the source in reports and rows."""
+    reader: str
+    """How its rows are laid out; `dflash readers` lists the known ones."""
+    path: str = ""
+    """Hugging Face id, local file or s3:// URL; empty for readers that bring their own text."""
+    revision: str = "main"
+    """Revision of a Hugging Face id."""
+    split: str = "train"
+    """Split of a Hugging Face id."""
+    limit: int = Field(default=0, ge=0)
+    """Rows to take, drawn evenly by content hash; 0 takes all."""
+
+
+class CurateConfig(Config):
+    """Raw conversations to a clean corpus."""
+
+    sources: list[SourceConfig] = [SourceConfig(name="python-stdlib", reader="python-stdlib")]
+    """Where conversations come from. A duplicate belongs to the first source that has it."""
+    max_characters: int = Field(default=200_000, ge=1)
+    """Conversations with more characters than this are rejected."""
+    held_out_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """Share kept for evaluation, chosen by hash of the row's group (or of its content), so it never moves."""
+
+
+class RegenerateConfig(Config):
+    """Answers replaced by the target's own, so that the drafter learns what it will have to predict."""
+
+    num_rows: int = Field(default=0, ge=0)
+    """Training rows to answer, lowest content hash first; 0 answers all."""
+    num_held_out: int = Field(default=0, ge=0)
+    """Held-out rows to keep beside them; 0 keeps all."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Longest answer. Rows that reach it are kept and marked `cut_by_length`."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature as served; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling as served."""
+    thinking: bool = False
+    """Ask the target to think before it answers. Must match how it is served."""
+    seed: int = 0
+    """Seed of sampled answers."""
+    rows_per_part: int = Field(default=128, ge=1)
+    """Rows committed together; the unit of resume."""
+
+
+class TokenizeConfig(Config):
+    """Conversations to token ids, loss masks and the pack plan."""
+
+    thinking: bool = False
+    """Thinking mode of the chat template. Must match how the target is served."""
+    pack_tokens: int = Field(default=16_384, ge=64)
+    """Rows of a pack: one forward of the target, one unit of extraction, one training sequence."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """What happens to a conversation longer than a pack: keep its beginning, or reject it."""
+    rows_per_part: int = Field(default=4096, ge=1)
+    """Rows committed together; the unit of resume."""
+
+
+class ExtractConfig(Config):
+    """Hidden states of the target over the packs."""
+
+    target_layer_ids: list[int] = []
+    """Tapped layers: id k is the output of decoder layer k, 0-based (hidden_states[k+1] in Hugging Face).
+    Empty takes five, evenly spaced from layer 1 to the third last, as the DFlash authors do."""
+    chunk_rows: int = Field(default=256, ge=1)
+    """Rows of an inner Zarr chunk: the smallest piece a reader fetches, with a checksum of its own."""
+    shard_bytes: int = Field(default=128 * 2**20, ge=2**16)
+    """Size to aim at for one object."""
+
+
+class DrafterConfig(Config):
+    """Shape of the drafter. A 0 takes the target's value, or what the field's text says."""
+
+    num_hidden_layers: int = Field(default=5, ge=1)
+    """Decoder layers."""
+    intermediate_size: int = Field(default=0, ge=0)
+    """Width of the MLP; 0 takes the target's."""
+    num_attention_heads: int = Field(default=0, ge=0)
+    """Query heads; 0 takes the target's."""
+    num_key_value_heads: int = Field(default=0, ge=0)
+    """Key and value heads; 0 takes the target's."""
+    head_dim: int = Field(default=0, ge=0)
+    """Width of a head; 0 takes 128, or hidden size over heads when that is smaller."""
+    block_size: int = Field(default=16, ge=2)
+    """Tokens of a block: the known anchor and block_size - 1 drafts."""
+    attention: Literal["full-bidir", "swa-causal", "mixed", "swa-bidir"] = "full-bidir"
+    """Attention contract: all layers full and bidirectional in the block; all sliding and causal;
+    sliding causal with a full bidirectional last layer; all sliding and bidirectional."""
+    sliding_window: int = Field(default=2048, ge=1)
+    """Window of sliding layers, the current token counted."""
+    rope_theta: float = Field(default=1e6, gt=0)
+    """Base of the rotary embedding, plain and over the full head whatever the target does."""
+    mask_token_id: int = Field(default=-1, ge=-1)
+    """Token in the unknown slots; -1 finds one that has an embedding row and never occurs in text."""
+
+
+class TrainConfig(Config):
+    """The training run."""
+
+    drafter: DrafterConfig = DrafterConfig()
+    """Shape of the drafter."""
+    num_steps: int = Field(default=10_000, ge=1)
+    """Optimiser steps."""
+    packs_per_step: int = Field(default=1, ge=1)
+    """Packs in a step, over all ranks."""
+    anchors_per_pack: int = Field(default=512, ge=1)
+    """Most anchors drawn from a pack; drawn anew at every visit."""
+    loss_decay: float = Field(default=7.0, gt=0)
+    """Slot j >= 1 weighs exp(-(j - 1) / loss_decay): 7 for blocks of 16, 5 for 10, 4 for 8."""
+    learning_rate: float = Field(default=6e-4, gt=0)
+    """Peak learning rate of AdamW."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Decoupled weight decay of matrices; norms have none."""
+    warmup_fraction: float = Field(default=0.04, ge=0, le=1)
+    """Share of the steps with rising learning rate; a cosine to zero follows."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are clipped to this norm."""
+    checkpoint_every: int = Field(default=500, ge=1)
+    """Steps between checkpoints; the unit of resume."""
+    keep_checkpoints: int = Field(default=3, ge=1)
+    """Newest checkpoints kept; the untrained one and the last are always kept."""
+    seed: int = 0
+    """Seed of initial weights, pack order and anchors."""
+
+
+class EvaluateConfig(Config):
+    """Acceptance measured by decoding held-out prompts with the real target."""
+
+    num_prompts: int = Field(default=64, ge=1)
+    """Held-out conversations to answer, lowest content hash first."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Longest answer."""
+    thinking: bool = False
+    """Thinking mode of the chat template."""
+
+
+class ExportConfig(Config):
+    """Directories that serving engines load."""
+
+    layouts: list[Literal["z-lab"]] = ["z-lab"]
+    """Layouts to write."""
+
+
+class Runtime(Config):
+    """How and where to compute. Never part of a fingerprint: results do not depend on it."""
+
+    device: str = "auto"
+    """`cuda`, `cuda:1`, `cpu`, or `auto` for a GPU when there is one."""
+    batch_tokens: int = Field(default=4096, ge=1)
+    """Tokens of a padded batch, where packs are run as batches."""
+    generate_batch: int = Field(default=64, ge=1)
+    """Conversations answered together by a local target."""
+    writer_threads: int = Field(default=4, ge=1)
+    """Threads that encode and upload hidden states."""
+    prefetch_packs: int = Field(default=2, ge=1)
+    """Packs read ahead of training."""
+    span_packs: int = Field(default=8, ge=1)
+    """Packs of one extraction task."""
+    slow_kernels: bool = False
+    """Go on without the fast kernels of a hybrid target on a GPU, 5 to 10 times slower."""
