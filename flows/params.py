@@ -1,0 +1,129 @@
+"""Parameters of the flows: what the form in the Prefect UI and the configuration files hold."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from dflash_core.config import (
+    Config,
+    CurateConfig,
+    EvaluateConfig,
+    ExportConfig,
+    ExtractConfig,
+    RegenerateConfig,
+    Runtime,
+    TargetConfig,
+    TokenizeConfig,
+    TrainConfig,
+)
+
+
+class StageParams(Config):
+    """What every flow needs."""
+
+    root: str = "data"
+    """Where all data lives: a folder, or s3://bucket/prefix."""
+    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name in the paths of what the stage writes; a fingerprint is added to it."""
+    runtime: Runtime = Runtime()
+    """How and where to compute."""
+
+
+class CurateParams(StageParams):
+    """Raw conversations to a clean corpus."""
+
+    curate: CurateConfig = CurateConfig()
+    """Sources and filters."""
+
+
+class RegenerateParams(StageParams):
+    """A corpus answered again by the target."""
+
+    corpus: str = ""
+    """Path of a corpus under the root, such as corpora/demo-0123456789ab."""
+    target: TargetConfig = TargetConfig()
+    """The model that answers."""
+    regenerate: RegenerateConfig = RegenerateConfig()
+    """How many answers, how sampled."""
+
+
+class TokenizeParams(StageParams):
+    """A corpus to token ids, loss masks and packs."""
+
+    corpus: str = ""
+    """Path of a corpus under the root, such as corpora/demo-0123456789ab."""
+    target: TargetConfig = TargetConfig()
+    """The model whose tokenizer and chat template are used."""
+    tokenize: TokenizeConfig = TokenizeConfig()
+    """Thinking mode, pack size, what to do with long conversations."""
+
+
+class ExtractParams(StageParams):
+    """Packs to the target's hidden states."""
+
+    tokens: str = ""
+    """Path of a tokens dataset under the root, such as tokens/demo-0123456789ab."""
+    target: TargetConfig = TargetConfig()
+    """The model whose hidden states are taken."""
+    extract: ExtractConfig = ExtractConfig()
+    """Tapped layers and layout of the store."""
+
+
+class TrainParams(StageParams):
+    """Hidden states to a trained drafter."""
+
+    hidden: str = ""
+    """Path of a hidden-state store under the root, such as hidden/demo-0123456789ab."""
+    target: TargetConfig = TargetConfig()
+    """The model whose embedding and head the drafter borrows."""
+    train: TrainConfig = TrainConfig()
+    """Drafter, optimiser, schedule."""
+
+
+class EvaluateParams(StageParams):
+    """Acceptance of a trained drafter on held-out prompts."""
+
+    run: str = ""
+    """Path of a training run under the root, such as runs/demo-0123456789ab."""
+    corpus: str = ""
+    """Path of the corpus whose held-out prompts are decoded."""
+    target: TargetConfig = TargetConfig()
+    """The model that verifies."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """How many prompts, how long."""
+
+
+class ExportParams(StageParams):
+    """A checkpoint to the directories that serving engines load."""
+
+    run: str = ""
+    """Path of a training run under the root, such as runs/demo-0123456789ab."""
+    evaluation: str = ""
+    """Path of an evaluation to quote in the model card; may be empty."""
+    target: TargetConfig = TargetConfig()
+    """The model the drafter belongs to."""
+    export: ExportConfig = ExportConfig()
+    """Layouts."""
+
+
+class PipelineParams(StageParams):
+    """All stages, from conversations to an exported drafter."""
+
+    target: TargetConfig = TargetConfig()
+    """The model to be made faster."""
+    curate: CurateConfig = CurateConfig()
+    """Conversations."""
+    regenerate: RegenerateConfig = RegenerateConfig()
+    """The target's own answers."""
+    on_policy: bool = True
+    """Answer the corpus again with the target; off trains on the corpus' own answers."""
+    tokenize: TokenizeConfig = TokenizeConfig()
+    """Tokens and packs."""
+    extract: ExtractConfig = ExtractConfig()
+    """Hidden states."""
+    train: TrainConfig = TrainConfig()
+    """Training."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Evaluation."""
+    export: ExportConfig = ExportConfig()
+    """Export."""

@@ -1,0 +1,88 @@
+"""The storage rules on a real S3 server, and each way it can refuse us told apart."""
+
+import threading
+import time
+
+import pytest
+
+from dflash_core.errors import StorageError
+from dflash_core.storage import Storage
+from tests.s3 import SECRET, S3Server
+
+pytestmark = pytest.mark.server
+
+
+def test_put_get_list_delete_and_create_only(s3_url):
+    storage = Storage.from_url(s3_url)
+    storage.preflight()
+    assert list(storage.list()) == []
+    assert storage.put_new("a/b", b"mine")
+    assert storage.put_new("a/b", b"mine")
+    assert not storage.put_new("a/b", b"other")
+    assert storage.get("a/b") == b"mine"
+    assert bytes(storage.get_range("a/b", 1, 2)) == b"in"
+    assert [tuple(info) for info in storage.list()] == [("a/b", 4)]
+    storage.delete(["a/b"])
+    with pytest.raises(FileNotFoundError):
+        storage.get("a/b")
+
+
+def test_of_many_writers_of_one_key_one_wins(s3_url):
+    storage, wins, barrier = Storage.from_url(s3_url), [], threading.Barrier(8)
+
+    def write(i):
+        barrier.wait()
+        if storage.put_new("k", f"writer {i}".encode()):
+            wins.append(i)
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(8)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert len(wins) == 1
+    assert storage.get("k") == f"writer {wins[0]}".encode()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "url", "words"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", "wrong", None, "check AWS_SECRET_ACCESS_KEY"),
+        ("AWS_ACCESS_KEY_ID", "nobody", None, "check AWS_ACCESS_KEY_ID"),
+        ("AWS_REGION", "us-east-1", "s3://no-such-bucket-here/x", "bucket does not exist"),
+        (
+            "AWS_ENDPOINT_URL",
+            "http://127.0.0.1:9",
+            None,
+            "cannot be reached; check AWS_ENDPOINT_URL",
+        ),
+    ],
+    ids=["wrong secret", "wrong key", "missing bucket", "unreachable endpoint"],
+)
+def test_preflight_tells_refusals_apart_and_keeps_the_secret(
+    s3_url, monkeypatch, variable, value, url, words
+):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(StorageError, match=words) as caught:
+        Storage.from_url(url or s3_url).preflight()
+    assert SECRET not in str(caught.value)
+
+
+def test_an_outage_of_fifteen_seconds_loses_no_write(tmp_path, monkeypatch):
+    server = S3Server(tmp_path)
+    server.start()
+    try:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        storage = Storage.from_url("s3://dflash-test/outage")
+        storage.put("before", b"1")
+        server.kill()
+        done = threading.Event()
+        thread = threading.Thread(target=lambda: (storage.put("during", b"2"), done.set()))
+        thread.start()
+        time.sleep(15)
+        assert not done.is_set()
+        server.start()
+        assert done.wait(60)
+        assert storage.get("before") == b"1"
+        assert storage.get("during") == b"2"
+    finally:
+        server.stop()
