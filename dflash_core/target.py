@@ -5,6 +5,7 @@ Shape letters: B sequences, T tokens of a sequence, L taps, H hidden size, V voc
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -14,7 +15,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -411,16 +412,17 @@ def check_layer_ids(layer_ids: list[int], num_layers: int) -> None:
 def _load(loader: Any, target: TargetConfig, config: PreTrainedConfig, device: torch.device) -> Any:
     # With accelerate each tensor goes straight to the GPU; without it the model passes through memory.
     direct = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
-    model, info = _pretrained(
-        loader.from_pretrained,
-        target,
-        "weights",
-        config=config,
-        dtype=getattr(torch, target.dtype),
-        use_safetensors=True,
-        output_loading_info=True,
-        **({"device_map": {"": device}} if direct else {}),
-    )
+    with _without_load_report():
+        model, info = _pretrained(
+            loader.from_pretrained,
+            target,
+            "weights",
+            config=config,
+            dtype=getattr(torch, target.dtype),
+            use_safetensors=True,
+            output_loading_info=True,
+            **({"device_map": {"": device}} if direct else {}),
+        )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
         raise InputError(
@@ -429,6 +431,18 @@ def _load(loader: Any, target: TargetConfig, config: PreTrainedConfig, device: t
         )
     _spare_cpu_tensors_the_gpu_kernels(model)
     return model.to(device).eval().requires_grad_(False)
+
+
+@contextlib.contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Hides the table of tensors left out on purpose; the caller checks for missing ones."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def load_embedding_and_head(target: TargetConfig) -> tuple[Tensor, Tensor]:
