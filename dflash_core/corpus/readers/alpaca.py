@@ -1,0 +1,31 @@
+"""Alpaca rows: columns `instruction`, `input` (may be empty), `output` and perhaps `system`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dflash_core.config import SourceConfig
+from dflash_core.corpus.readers import files
+from dflash_core.corpus.readers.files import identity
+from dflash_core.corpus.rows import Conversation, Malformed, Reject
+
+__all__ = ["identity", "read"]
+
+
+def read(source: SourceConfig) -> Iterator[Conversation | Reject]:
+    return files.read(source, layout)
+
+
+def layout(record: dict) -> tuple[Any, Any, dict]:
+    instruction = files.text_of(record, "instruction")
+    if instruction is None:
+        raise Malformed("no instruction column", ", ".join(map(str, record)))
+    extra = files.text_of(record, "input")
+    prompt = f"{instruction}\n\n{extra}" if extra else instruction
+    system = files.text_of(record, "system")
+    return (
+        files.exchange(prompt, files.text_of(record, "output"), system),
+        None,
+        files.metadata_of(record),
+    )

@@ -1,0 +1,24 @@
+"""OpenAI chat rows: column `messages` (or `conversations`) of role and content, and `tools`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dflash_core.config import SourceConfig
+from dflash_core.corpus.readers import files
+from dflash_core.corpus.readers.files import identity
+from dflash_core.corpus.rows import Conversation, Malformed, Reject
+
+__all__ = ["identity", "read"]
+
+
+def read(source: SourceConfig) -> Iterator[Conversation | Reject]:
+    return files.read(source, layout)
+
+
+def layout(record: dict) -> tuple[Any, Any, dict]:
+    messages = record.get("messages") or record.get("conversations")
+    if messages is None:
+        raise Malformed("no messages column", ", ".join(map(str, record)))
+    return messages, record.get("tools") or record.get("functions"), files.metadata_of(record)
