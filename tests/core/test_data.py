@@ -1,0 +1,71 @@
+"""Which packs a step reads, and reading them ahead."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from dflash_core.data import epoch_order, packs_of_step, read_ahead
+from tests.drafters import make_pack
+
+
+class Packs:
+    """A store in memory that notes what it was asked for, and when it breaks."""
+
+    num_packs = 5
+
+    def __init__(self, broken=()):
+        self.asked, self.broken, self.lock = [], broken, threading.Lock()
+
+    def read_pack(self, index):
+        with self.lock:
+            self.asked.append(index)
+        time.sleep(0.002 * (index % 3))
+        if index in self.broken:
+            raise OSError(f"pack {index} cannot be read")
+        return make_pack([4], 8, index=index), torch.zeros(8, 1, 2, dtype=torch.bfloat16)
+
+
+def test_an_epoch_visits_every_pack_once_in_another_order_than_the_next():
+    orders = [epoch_order(3, epoch, 100).tolist() for epoch in range(3)]
+    assert all(sorted(order) == list(range(100)) for order in orders)
+    assert orders[0] != orders[1] != orders[2]
+    assert epoch_order(4, 0, 100).tolist() != orders[0]
+
+
+def test_the_order_of_a_seed_never_changes():
+    assert epoch_order(0, 0, 8).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+
+
+def test_steps_cut_the_epochs_one_behind_the_other():
+    steps = [packs_of_step(1, step, 3, 5) for step in range(5)]
+    assert all(len(step) == 3 for step in steps)
+    visits = [pack for step in steps for pack in step]
+    for epoch in range(3):
+        assert visits[5 * epoch : 5 * epoch + 5] == epoch_order(1, epoch, 5).tolist()
+
+
+def test_packs_come_in_the_order_asked_for_and_are_read_ahead_within_bounds():
+    store, order = Packs(), [4, 2, 0, 1, 3, 2, 2, 0]
+    with read_ahead(store, order, 2) as packs:
+        for taken, (pack, hidden) in enumerate(packs):
+            assert pack.index == order[taken]
+            assert hidden.shape == (8, 1, 2)
+            assert len(store.asked) <= taken + 1 + 2
+    assert len(store.asked) == len(order)
+
+
+def test_an_error_of_a_reader_is_raised_where_its_pack_would_have_come():
+    with read_ahead(Packs(broken=[1]), [0, 2, 1, 3], 3) as packs:
+        assert [next(packs)[0].index for _ in range(2)] == [0, 2]
+        with pytest.raises(OSError, match="pack 1 cannot be read"):
+            next(packs)
+
+
+def test_leaving_early_stops_the_readers():
+    store, before = Packs(), threading.active_count()
+    with read_ahead(store, range(5), 2) as packs:
+        next(packs)
+    assert len(store.asked) <= 3
+    assert threading.active_count() == before
