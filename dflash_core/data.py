@@ -22,7 +22,8 @@ from dflash_core.packing import Pack
 class PackReader(Protocol):
     """What training needs of a hidden-state store; safe to read from several threads."""
 
-    num_packs: int
+    @property
+    def num_packs(self) -> int: ...
 
     def read_pack(self, index: int) -> tuple[Pack, Tensor]:
         """The pack and its hidden states, bfloat16 [T, L, H]."""

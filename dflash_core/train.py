@@ -212,8 +212,8 @@ class Trainer:
         """Weighted sum of the cross-entropies of a pack's blocks, with its graph, and the counts."""
         shape, device = self.drafter.shape, self._device
         blocks = blocks.to(device)
-        documents_T = torch.from_numpy(pack.document_ids).to(device)
-        positions_T = torch.from_numpy(pack.positions).to(device)
+        documents_T = torch.tensor(pack.document_ids, device=device)
+        positions_T = torch.tensor(pack.positions, device=device)
         masks = attention_masks(shape, blocks.anchors_N, blocks.documents_N, documents_T)
         taps_BTC = hidden_TLH.to(device).flatten(1)[None]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -225,15 +225,15 @@ class Trainer:
 
     def _blocks(self, pack: Pack, slot: int) -> Blocks:
         config, shape = self._config, self.drafter.shape
-        loss_mask_T = torch.from_numpy(pack.loss_mask)
-        documents_T = torch.from_numpy(pack.document_ids)
+        loss_mask_T = torch.tensor(pack.loss_mask)
+        documents_T = torch.tensor(pack.document_ids)
         generator = anchor_generator(config.seed, self.step, slot)
         anchors = sample_anchors(loss_mask_T, documents_T, config.anchors_per_pack, generator)
         return build_blocks(
-            torch.from_numpy(pack.input_ids.astype("int64")),
+            torch.tensor(pack.input_ids, dtype=torch.int64),
             loss_mask_T,
             documents_T,
-            torch.from_numpy(pack.positions),
+            torch.tensor(pack.positions),
             anchors,
             block_size=shape.block_size,
             mask_token_id=shape.mask_token_id,

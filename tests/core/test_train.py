@@ -1,0 +1,315 @@
+"""The loop: accumulation, resume to the bit, refusals, and a drafter that learns."""
+
+import itertools
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from dflash_core.checkpoint import (
+    load_drafter,
+    read_metrics,
+    readable_steps,
+    restore_optimizer,
+)
+from dflash_core.config import DrafterConfig, ExtractConfig, Runtime, TrainConfig
+from dflash_core.data import packs_of_step
+from dflash_core.errors import DFlashError, IncompleteError, InputError, MismatchError
+from dflash_core.hidden_states import create_store, pack_unit, write_pack
+from dflash_core.manifest import Dataset
+from dflash_core.model import Drafter
+from dflash_core.storage import Storage
+from dflash_core.target import identify
+from dflash_core.train import (
+    Trainer,
+    anchor_generator,
+    learning_rate,
+    make_optimizer,
+    missing,
+    plan,
+    run,
+    seal,
+    units,
+)
+from tests import targets
+from tests.drafters import make_pack, random_taps, tiny_drafter, tiny_shape
+
+CLOCKS = {"tokens_per_s", "wait_s"}
+CPU = Runtime(device="cpu", prefetch_packs=2)
+
+
+def make_trainer(drafter, **changes):
+    config = TrainConfig(**{"num_steps": 10, "anchors_per_pack": 20, "loss_decay": 3.0, **changes})
+    shape = drafter.shape
+    generator = torch.Generator().manual_seed(9)
+    embedding = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)
+    return Trainer(drafter, embedding, embedding, config)
+
+
+# --- one step ----------------------------------------------------------------------------------------
+
+
+def test_a_step_over_two_packs_equals_the_step_over_one_that_holds_both():
+    shape = tiny_shape()
+    together = make_pack([9, 7], 16)
+    taps = random_taps(together, shape)
+    one = make_trainer(tiny_drafter())
+    expected = one.train_step(iter([(together, taps)]))
+    parts = []
+    for index, (start, length) in enumerate([(0, 9), (9, 7)]):
+        part = make_pack([length], 16, index=index)
+        part.input_ids[:length] = together.input_ids[start : start + length]
+        part_taps = torch.zeros_like(taps)
+        part_taps[:length] = taps[start : start + length]
+        parts.append((part, part_taps))
+    two = make_trainer(tiny_drafter(), packs_per_step=2)
+    found = two.train_step(iter(parts))
+    for name in ("loss", "grad_norm", "acceptance_length", "accuracy"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-5)
+    for ours, theirs in zip(one.drafter.parameters(), two.drafter.parameters(), strict=True):
+        first, second = one.optimizer.state[ours], two.optimizer.state[theirs]
+        torch.testing.assert_close(first["exp_avg"], second["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_a_step_takes_only_its_own_packs_and_measures_itself():
+    shape, trainer = tiny_shape(), make_trainer(tiny_drafter(), packs_per_step=2)
+    packs = [make_pack([9, 7], 16, index=index) for index in range(3)]
+    stream = iter([(pack, random_taps(pack, shape)) for pack in packs])
+    entry = trainer.train_step(stream)
+    assert entry["packs"] == [0, 1]
+    assert entry["step"] == trainer.step == 1
+    assert len(entry["accuracy"]) == shape.block_size - 1
+    assert entry["tokens_per_s"] > 0
+    assert next(stream)[0].index == 2
+
+
+def test_a_pack_without_supervised_tokens_gives_zero_loss_and_finite_weights():
+    trainer = make_trainer(tiny_drafter())
+    pack = make_pack([3, 2], 16)
+    entry = trainer.train_step(iter([(pack, random_taps(pack, trainer.drafter.shape))]))
+    assert (entry["loss"], entry["grad_norm"], entry["acceptance_length"]) == (0, 0, 1)
+    assert all(parameter.isfinite().all() for parameter in trainer.drafter.parameters())
+
+
+def test_a_nan_stops_before_the_weights_change_and_names_step_and_packs():
+    trainer = make_trainer(tiny_drafter(), packs_per_step=2)
+    before = [parameter.clone() for parameter in trainer.drafter.parameters()]
+    packs = [make_pack([16], 16, index=index) for index in (4, 7)]
+    taps = [random_taps(pack, trainer.drafter.shape) for pack in packs]
+    taps[1][0] = float("nan")
+    with pytest.raises(DFlashError, match=r"step 1: loss is nan .* packs \[4, 7\]"):
+        trainer.train_step(iter(zip(packs, taps, strict=True)))
+    assert all(map(torch.equal, trainer.drafter.parameters(), before))
+
+
+def test_matrices_decay_and_norms_do_not():
+    drafter = tiny_drafter()
+    optimizer = make_optimizer(drafter, TrainConfig(weight_decay=0.5))
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
+    for name, parameter in drafter.named_parameters():
+        assert decay[id(parameter)] == (0.0 if "norm" in name else 0.5)
+
+
+def test_learning_rate_rises_to_its_peak_and_falls_to_zero():
+    config = TrainConfig(num_steps=100, warmup_fraction=0.1, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == max(rates) == 1
+    assert rates[55] == pytest.approx(0.5)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert rates[100] == pytest.approx(0)
+    constant = TrainConfig(num_steps=1, warmup_fraction=1.0, learning_rate=1.0)
+    assert learning_rate(0, constant) == 1
+
+
+def test_anchors_of_a_visit_are_the_same_whenever_asked_and_differ_between_visits():
+    def draw(*visit):
+        return torch.rand(1, generator=anchor_generator(*visit)).item()
+
+    visits = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]
+    assert len({draw(*visit) for visit in visits}) == 4
+    assert draw(3, 2, 1) == draw(3, 2, 1)
+
+
+def test_a_tiny_drafter_learns_a_few_samples_by_heart():
+    shape = tiny_shape(
+        hidden_size=32, intermediate_size=64, head_dim=8, block_size=5, rope_theta=1e4
+    )
+    trainer = make_trainer(
+        Drafter(shape, torch.Generator().manual_seed(0)),
+        num_steps=150,
+        learning_rate=1e-2,
+        anchors_per_pack=32,
+    )
+    packs = [make_pack([24, 24], 48, index=index) for index in range(2)]
+    stream = itertools.cycle([(pack, random_taps(pack, shape)) for pack in packs])
+    entries = [trainer.train_step(stream) for _ in range(150)]
+    assert entries[0]["acceptance_length"] < 1.3
+    assert entries[-1]["acceptance_length"] > 4
+    assert entries[-1]["loss"] < 0.2
+
+
+# --- whole runs on a real store and a real target ----------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return targets.qwen3(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def root():
+    return Storage.from_url("memory://")
+
+
+CONFIG = TrainConfig(
+    drafter=DrafterConfig(num_hidden_layers=1, block_size=4, head_dim=8),
+    num_steps=5,
+    packs_per_step=2,
+    anchors_per_pack=8,
+    checkpoint_every=2,
+    keep_checkpoints=10,
+    learning_rate=1e-2,
+)
+TAPS = [0, 1, 3]
+
+
+def make_hidden(root, target, *, broken=None, hidden_size=32, taps=TAPS):
+    """A sealed store of three packs of two samples with random states; those of `broken` are NaN."""
+    lengths, pack_tokens = [10, 6], 16
+    tokens = types.SimpleNamespace(
+        num_packs=3,
+        pack_tokens=pack_tokens,
+        offset=np.cumsum([0, *lengths * 3]),
+        pack=np.repeat(np.arange(3), 2),
+        row=np.tile([0, 10], 3),
+    )
+    config = ExtractConfig(target_layer_ids=taps, chunk_rows=8)
+    inputs = {"tokens": str(broken)}
+    hidden = Dataset.create(root, "hidden", "demo", version=1, config=config, inputs=inputs)
+    contract = {**identify(target).contract(), "target_layer_ids": taps}
+    layout = create_store(hidden, tokens, len(taps), hidden_size, contract, config)  # ty: ignore[invalid-argument-type]
+    shape = tiny_shape(hidden_size=hidden_size, target_layer_ids=tuple(taps))
+    for index in range(3):
+        pack = make_pack(lengths, pack_tokens, index=index)
+        taps_TLH = random_taps(pack, shape)
+        if index == broken:
+            taps_TLH[3] = float("nan")
+        write_pack(hidden, layout, pack, taps_TLH, 1.0, {})
+    hidden.seal([pack_unit(index) for index in range(3)], {})
+    return hidden
+
+
+def train(root, hidden, target, *, interrupt_after=None, name="demo"):
+    """Plans and runs; raises KeyboardInterrupt once `interrupt_after` steps are done."""
+
+    def progress(done, total, numbers):
+        assert total == CONFIG.num_steps
+        assert numbers.keys() == {"loss", "acceptance_length", "tokens_per_s"}
+        if done == interrupt_after:
+            raise KeyboardInterrupt
+
+    dataset = plan(root, name, hidden, target, CONFIG)
+    run(dataset, hidden, target, CPU, progress)
+    return dataset
+
+
+def without_clocks(entries):
+    return [{key: value for key, value in entry.items() if key not in CLOCKS} for entry in entries]
+
+
+def test_a_run_commits_the_untrained_each_interval_and_the_end(root, target):
+    hidden = make_hidden(root, target)
+    dataset = plan(root, "demo", hidden, target, CONFIG)
+    expected = [f"step-{step:08d}" for step in (0, 2, 4, 5)]
+    assert units(CONFIG) == missing(dataset) == expected
+    train(root, hidden, target)
+    assert missing(dataset) == []
+    assert readable_steps(dataset) == [0, 2, 4, 5]
+    manifest = seal(dataset, hidden)
+    assert manifest["facts"]["num_steps"] == 5
+    assert manifest["facts"]["contract"]["target_layer_ids"] == TAPS
+    entries = read_metrics(dataset)
+    assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5]
+    assert [entry["packs"] for entry in entries] == [
+        packs_of_step(CONFIG.seed, step, 2, 3) for step in range(5)
+    ]
+    assert manifest["facts"]["loss"] == pytest.approx(np.mean([entry["loss"] for entry in entries]))
+
+
+@pytest.mark.parametrize("interrupt_after", [[1], [2], [3], [1, 3, 4]])
+def test_an_interrupted_run_ends_with_the_bits_of_an_unbroken_one(root, target, interrupt_after):
+    hidden = make_hidden(root, target)
+    whole = train(root, hidden, target, name="whole")
+    for step in interrupt_after:
+        with pytest.raises(KeyboardInterrupt):
+            train(root, hidden, target, interrupt_after=step, name="cut")
+    cut = train(root, hidden, target, name="cut")
+    for step in (0, 2, 4, 5):
+        ours, theirs = load_drafter(whole, step)[0], load_drafter(cut, step)[0]
+        assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+        optimizers = [make_optimizer(drafter, CONFIG) for drafter in (ours, theirs)]
+        restore_optimizer(whole, step, ours, optimizers[0])
+        restore_optimizer(cut, step, theirs, optimizers[1])
+        for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
+            for field, value in optimizers[0].state[first].items():
+                assert torch.equal(value, optimizers[1].state[second][field])
+    assert without_clocks(read_metrics(cut)) == without_clocks(read_metrics(whole))
+
+
+def test_a_finished_run_is_left_alone(root, target):
+    hidden = make_hidden(root, target)
+    dataset = train(root, hidden, target)
+    before = seal(dataset, hidden)
+    train(root, hidden, target, interrupt_after=5)  # would raise if a step were done
+    assert seal(dataset, hidden) == before
+
+
+def test_a_run_that_is_not_finished_cannot_be_sealed(root, target):
+    hidden = make_hidden(root, target)
+    with pytest.raises(KeyboardInterrupt):
+        train(root, hidden, target, interrupt_after=3)
+    dataset = plan(root, "demo", hidden, target, CONFIG)
+    assert missing(dataset) == ["step-00000004", "step-00000005"]
+    with pytest.raises(IncompleteError, match="2 of 4 units"):
+        seal(dataset, hidden)
+
+
+def test_a_nan_in_the_store_stops_the_run_and_keeps_the_last_checkpoint(root, target):
+    hidden = make_hidden(root, target, broken=1)
+    bad_step = next(step for step in range(5) if 1 in packs_of_step(CONFIG.seed, step, 2, 3))
+    dataset = plan(root, "demo", hidden, target, CONFIG)
+    with pytest.raises(DFlashError, match=rf"step {bad_step + 1}: loss is nan"):
+        run(dataset, hidden, target, CPU)
+    assert max(readable_steps(dataset)) <= bad_step
+
+
+def test_hidden_states_of_another_target_are_refused_field_by_field(root, target, tmp_path):
+    hidden = make_hidden(root, target)
+    other = targets.qwen3(tmp_path, num_hidden_layers=5)
+    with pytest.raises(MismatchError, match=r"target_revision: have .*want"):
+        plan(root, "demo", hidden, other, CONFIG)
+
+
+def test_a_store_of_another_width_is_refused(root, target):
+    with pytest.raises(MismatchError, match="3 taps of 16, expected 3 of 32"):
+        plan(root, "demo", make_hidden(root, target, hidden_size=16), target, CONFIG)
+
+
+def test_a_drafter_that_cannot_be_is_refused_before_any_work(root, target):
+    hidden = make_hidden(root, target)
+    wide = CONFIG.model_copy(update={"drafter": DrafterConfig(block_size=17)})
+    with pytest.raises(InputError, match="block_size 17 is larger than a pack of 16"):
+        plan(root, "demo", hidden, target, wide)
+    mask = CONFIG.model_copy(update={"drafter": DrafterConfig(mask_token_id=272)})
+    with pytest.raises(InputError, match="mask_token_id 272"):
+        plan(root, "demo", hidden, target, mask)
+
+
+def test_hidden_states_that_are_not_complete_are_refused(root, target):
+    hidden = Dataset.create(root, "hidden", "demo", version=1, config={}, inputs={})
+    with pytest.raises(IncompleteError, match="run the hidden stage again"):
+        plan(root, "demo", hidden, target, CONFIG)
