@@ -180,12 +180,10 @@ class Storage:
 
     def zarr_store(self, *, read_only: bool = False):
         """This prefix as a store for zarr-python."""
-        from obstore.store import PrefixStore
-        from zarr.storage import ObjectStore
+        from zarr.storage import ObjectStore, StorePath
 
         self._guard()
-        store = PrefixStore(self._store, self._prefix) if self._prefix else self._store
-        return ObjectStore(store, read_only=read_only)
+        return StorePath(ObjectStore(self._store, read_only=read_only), self._prefix)
 
     def _full(self, key: str) -> str:
         return f"{self._prefix}/{key}".strip("/") if self._prefix else key.strip("/")

@@ -53,6 +53,19 @@ def plan(root: Storage, name: str, config: CurateConfig) -> Dataset:
     the same file is the same corpus.
 
     Raises:
+        InputError: see `check_sources`.
+    """
+    identities = check_sources(config)
+    request = config.model_dump(mode="json")
+    for source in request["sources"]:
+        del source["path"], source["revision"]
+    return Dataset.create(root, STAGE, name, version=VERSION, config=request, inputs=identities)
+
+
+def check_sources(config: CurateConfig) -> dict[str, str]:
+    """What each source holds (see `Reader.identity`), after reading one row of each.
+
+    Raises:
         InputError: a source is named badly or twice, has an unknown reader, or cannot be read.
     """
     names = [source.name for source in config.sources]
@@ -67,10 +80,7 @@ def plan(root: Storage, name: str, config: CurateConfig) -> Dataset:
     for source in config.sources:
         if next(_read(source, identities[source.name]), None) is None:
             raise InputError(f"source {source.name!r} has no rows; check {source.path!r}")
-    request = config.model_dump(mode="json")
-    for source in request["sources"]:
-        del source["path"], source["revision"]
-    return Dataset.create(root, STAGE, name, version=VERSION, config=request, inputs=identities)
+    return identities
 
 
 def missing(dataset: Dataset) -> list[str]:
@@ -104,7 +114,8 @@ def run_units(
 def seal(dataset: Dataset) -> dict:
     """Checks the sums and writes the manifest.
 
-    Facts: `sources` (counts of each), `parts` (of each split), `num_train`, `num_held_out`.
+    Facts: `sources` (counts of each), `rejected` (by reason, over all), `parts` (of each split),
+    `num_train`, `num_held_out`.
     """
     units = _units(dataset)
     if missing(dataset):
@@ -124,7 +135,9 @@ def seal(dataset: Dataset) -> dict:
             )
     parts = published["parts"]
     totals = {f"num_{split}": sum(part["rows"] for part in parts[split]) for split in parts}
-    return dataset.seal(units, {"sources": sources, "parts": parts, **totals})
+    rejected = sum((Counter(counts["rejected"]) for counts in sources.values()), Counter())
+    facts = {"sources": sources, "rejected": dict(rejected), "parts": parts, **totals}
+    return dataset.seal(units, facts)
 
 
 def _units(dataset: Dataset) -> list[str]:

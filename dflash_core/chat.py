@@ -1,0 +1,150 @@
+"""A target's chat template: conversations to exactly the text its server would build from them."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import TYPE_CHECKING, Any
+
+from dflash_core.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+
+
+class Unrenderable(Exception):
+    """The template refuses a conversation; the text says why."""
+
+
+class Chat:
+    """Renders and encodes with the tokenizer's own template, thinking mode explicit.
+
+    Attributes:
+        tokenizer: a fast tokenizer.
+        end_of_turn: id of the token that ends an assistant's turn.
+        separators: ids of added tokens. Encoding never merges across them, so text on both sides of one
+            can be encoded apart.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool) -> None:
+        """Probes the template.
+
+        Raises:
+            InputError: there is no template, no fast tokenizer, or no token that ends a turn.
+        """
+        template = tokenizer.chat_template
+        if not template:
+            raise InputError(
+                f"the tokenizer of {tokenizer.name_or_path!r} has no chat template; use an "
+                "instruction-tuned target, or put a chat_template.jinja beside its tokenizer"
+            )
+        if not tokenizer.is_fast:
+            raise InputError(
+                f"the tokenizer of {tokenizer.name_or_path!r} is not a fast one, so it cannot say which "
+                "characters a token stands for; add a tokenizer.json"
+            )
+        text = template if isinstance(template, str) else json.dumps(template)
+        self.tokenizer = tokenizer
+        self._encode_short = functools.lru_cache(maxsize=256)(
+            lambda text: tuple(self._encode(text))
+        )
+        self.switchable = "enable_thinking" in text
+        self._options = {"enable_thinking": thinking} if self.switchable else {}
+        self._drop_reasoning = self.switchable and not thinking
+        self._arguments_as_text = False
+        self._arguments_as_text = self._takes_no_objects()
+        self.separators = set(tokenizer.get_added_vocab().values())
+        self.end_of_turn = self._find_end_of_turn()
+
+    def render(self, messages: list[dict], tools: list[dict] | None, *, prompt: bool) -> str:
+        """The text of a conversation; with `prompt`, up to where the assistant begins to write.
+
+        Where the template has a thinking switch and it is off, recorded reasoning is left out: served
+        like that, the target writes none.
+
+        Raises:
+            Unrenderable: the template cannot print it.
+        """
+        apply: Any = self.tokenizer.apply_chat_template
+        turns = [self._for_template(message) for message in messages]
+        try:
+            return apply(
+                turns, tools=tools, add_generation_prompt=prompt, tokenize=False, **self._options
+            )
+        except Exception as error:  # templates are programs: they raise whatever they like
+            reason = (str(error).strip().splitlines() or [""])[0]
+            raise Unrenderable(f"{type(error).__name__}: {reason}"[:200]) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a rendered text; the template has printed all special tokens already."""
+        # Short texts are generation prompts, nearly always one and the same.
+        return list(self._encode_short(text)) if len(text) < 200 else self._encode(text)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def encode_with_offsets(
+        self, texts: list[str]
+    ) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Token ids and the characters (start, end) each stands for, of many texts at once."""
+        if not texts:
+            return []
+        found = self.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    def _for_template(self, message: dict) -> dict:
+        """The message as templates expect it: arguments as objects, unless this one wants text."""
+        message = dict(message)
+        if self._drop_reasoning:
+            message.pop("reasoning_content", None)
+        if message.get("tool_calls") and not self._arguments_as_text:
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        return message
+
+    def _takes_no_objects(self) -> bool:
+        """Whether the template prints calls only when their arguments are text (DeepSeek V3's does)."""
+        called = [{"role": "user", "content": "x"}, _answer(None, tool_calls=[_CALL])]
+        try:
+            self.render(called, None, prompt=False)
+        except Unrenderable:
+            return True
+        return False
+
+    def _find_end_of_turn(self) -> int:
+        """The first special token that the template prints after an answer, whatever the answer is."""
+        question = {"role": "user", "content": "x"}
+        try:
+            one, other = (
+                self.render([question, _answer(text)], None, prompt=False) for text in ("A", "B")
+            )
+        except Unrenderable as error:
+            raise InputError(
+                f"the chat template of {self.tokenizer.name_or_path!r} cannot print a question and its "
+                f"answer ({error}); correct the template"
+            ) from error
+        after = one[_common_prefix(one, other) + 1 :]
+        special = self.separators | {self.tokenizer.eos_token_id}
+        for token in self.encode(after):
+            if token in special:
+                return token
+        raise InputError(
+            f"the chat template of {self.tokenizer.name_or_path!r} prints {after!r} after an answer, which "
+            "holds no special token that could end it; correct the template"
+        )
+
+
+def _answer(content: str | None, **more: Any) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
+def _with_object(call: dict) -> dict:
+    arguments = json.loads(call["function"]["arguments"])
+    return {**call, "function": {**call["function"], "arguments": arguments}}
+
+
+def _common_prefix(one: str, other: str) -> int:
+    return next(i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
