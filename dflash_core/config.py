@@ -165,6 +165,8 @@ class EvaluateConfig(Config):
 
     num_prompts: int = Field(default=64, ge=1)
     """Held-out conversations to answer, lowest content hash first."""
+    num_untrained_prompts: int = Field(default=8, ge=1)
+    """Of these, how many are decoded with the untrained drafter, too, for comparison."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer."""
     thinking: bool = False
