@@ -33,7 +33,7 @@ from dflash_core.train import (
     units,
 )
 from tests import targets
-from tests.drafters import make_pack, random_taps, tiny_drafter, tiny_shape
+from tests.drafters import make_blocks, make_pack, random_taps, tiny_drafter, tiny_shape
 
 CLOCKS = {"tokens_per_s", "wait_s"}
 CPU = Runtime(device="cpu", prefetch_packs=2)
@@ -70,6 +70,19 @@ def test_a_step_over_two_packs_equals_the_step_over_one_that_holds_both():
     for ours, theirs in zip(one.drafter.parameters(), two.drafter.parameters(), strict=True):
         first, second = one.optimizer.state[ours], two.optimizer.state[theirs]
         torch.testing.assert_close(first["exp_avg"], second["exp_avg"], rtol=1e-4, atol=1e-7)
+
+
+def test_loss_and_gradient_of_a_step_are_those_of_the_weighted_mean():
+    shape, pack = tiny_shape(), make_pack([9, 7], 16)
+    taps, blocks = random_taps(pack, shape), make_blocks(pack, shape, 20)  # all eligible anchors
+    naive = make_trainer(tiny_drafter())
+    total, _ = naive.pack_loss(pack, taps, blocks)
+    mean = total / blocks.weights_NK.sum()
+    gradients = torch.autograd.grad(mean, list(naive.drafter.parameters()))
+    norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+    entry = make_trainer(tiny_drafter()).train_step(iter([(pack, taps)]))
+    assert entry["loss"] == pytest.approx(mean.item(), rel=1e-5)
+    assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
 
 def test_a_step_takes_only_its_own_packs_and_measures_itself():
