@@ -214,9 +214,9 @@ def renderings(chat: Chat, row: Row) -> tuple[list[Rendering], int]:
     places = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
     prompts = [chat.render(row.messages[:place], row.tools, prompt=True) for place in places]
     fulls = [chat.render(row.messages[: place + 1], row.tools, prompt=False) for place in places]
-    for place, full in zip(places, fulls, strict=True):
+    for place, prompt, full in zip(places, prompts, fulls, strict=True):
         for call in row.messages[place].get("tool_calls") or ():
-            if call["function"]["name"] not in full:
+            if call["function"]["name"] not in full.removeprefix(prompt):
                 raise Unrenderable("tool calls are left out")
     servable = [k for k in range(len(places)) if fulls[k].startswith(prompts[k])]
     uncovered, found = set(servable), []
