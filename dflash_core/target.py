@@ -15,7 +15,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -434,7 +434,7 @@ def _load(loader: Any, target: TargetConfig, config: PreTrainedConfig, device: t
 
 
 @contextlib.contextmanager
-def _without_load_report() -> Iterator[None]:
+def _without_load_report() -> Generator[None, None, None]:
     """Hides the table of tensors left out on purpose; the caller checks for missing ones."""
     logger = logging.getLogger("transformers")
     level = logger.level
