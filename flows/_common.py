@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -89,8 +90,6 @@ def results_block(root: Storage) -> str:
     name = f"dflash-results-{hashlib.sha256(root.url.encode()).hexdigest()[:10]}"
     parts = urlsplit(root.url)
     if parts.scheme == "s3":
-        import os
-
         from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
 
         parameters = AwsClientParameters(endpoint_url=os.environ.get("AWS_ENDPOINT_URL"))
@@ -113,34 +112,62 @@ def spans(units: Sequence[Unit], size: int) -> list[list[Unit]]:
     return [list(units[i : i + size]) for i in range(0, len(units), size)]
 
 
-def run_spans(
-    span_task: Any,
-    params: BaseModel,
-    dataset: Dataset,
-    work: list[list],
-    missing: Sequence,
-    results: str,
-) -> None:
-    """Submits one task for each span and waits for all; fails if one failed.
+class Stage:
+    """One run of a stage inside its flow; ask `has_work` first, then `run`, then `publish`."""
 
-    Spans that are committed already are answered by the cache and show as Cached; spans with work left
-    refresh it.
-    """
-    left = set(missing)
-    futures = []
-    for units in work:
-        options = {"result_storage": results, "refresh_cache": any(u in left for u in units)}
-        first, last = units[0], units[-1]
-        name = (
-            f"{span_task.name} {first}" if first == last else f"{span_task.name} {first} to {last}"
+    def __init__(self, root_url: str) -> None:
+        self.root = Storage.from_url(root_url)
+        self._start = time.monotonic()
+        self._dataset: Dataset | None = None
+        self._reused = False
+
+    def has_work(self, dataset: Dataset) -> bool:
+        """False when the dataset is sealed already, so that nothing is submitted."""
+        self._dataset, self._reused = dataset, dataset.complete
+        return not self._reused
+
+    def run(
+        self, span_task: Any, params: BaseModel, units: Sequence, missing: Sequence, *, span: int
+    ) -> None:
+        """Submits a task for each span of units and waits for all; raises what a task raised.
+
+        A span that is committed already is answered by the cache and shows as Cached; one with work left
+        refreshes the cache, because a result may outlive the data it speaks of.
+        """
+        assert self._dataset is not None, "has_work comes first"
+        logger, left = get_run_logger(), set(missing)
+        logger.info("%d of %d units are missing in %s", len(left), len(units), self._dataset.url)
+        storage = results_block(self.root)
+        futures = []
+        for part in spans(units, span):
+            name = f"{span_task.name} {part[0]}" + (f" to {part[-1]}" if len(part) > 1 else "")
+            options = {"result_storage": storage, "refresh_cache": any(u in left for u in part)}
+            submit = span_task.with_options(task_run_name=name, **options).submit
+            futures.append(submit(params=params, path=self._dataset.path, units=part))
+        for future in futures:
+            future.result()
+
+    def publish(self, table: list[dict] | None = None) -> StageResult:
+        """The stage's table on the run's page, a line in its log, and what the next stage needs."""
+        dataset, seconds = self._dataset, time.monotonic() - self._start
+        assert dataset is not None, "has_work comes first"
+        facts = dataset.facts
+        create_table_artifact(
+            table=table or facts_table(facts),
+            key=f"{dataset.stage}-summary",
+            description=dataset.url,
         )
-        futures.append(
-            span_task.with_options(task_run_name=name, **options).submit(
-                params=params, path=dataset.path, units=units
-            )
+        verb = "reused" if self._reused else "wrote"
+        get_run_logger().info("%s %s in %.1f s", verb, dataset.url, seconds)
+        return StageResult(
+            stage=dataset.stage,
+            path=dataset.path,
+            url=dataset.url,
+            fingerprint=dataset.fingerprint,
+            reused=self._reused,
+            seconds=seconds,
+            facts=facts,
         )
-    for future in futures:
-        future.result()
 
 
 @contextmanager
@@ -169,28 +196,6 @@ def progress_on_page(stage: str, what: str) -> Iterator[Progress]:
                 logger.info("%s: %d of %d %s", what, done, total, text)
 
     yield progress
-
-
-@contextmanager
-def stage_clock() -> Iterator[Callable[[], float]]:
-    start = time.monotonic()
-    yield lambda: time.monotonic() - start
-
-
-def publish(dataset: Dataset, *, reused: bool, seconds: float, table: list[dict]) -> StageResult:
-    """The stage's table on the run's page, one line in the log, and the result."""
-    logger = get_run_logger()
-    create_table_artifact(table=table, key=f"{dataset.stage}-summary", description=dataset.url)
-    logger.info("%s %s (%s)", "reused" if reused else "wrote", dataset.url, f"{seconds:.1f} s")
-    return StageResult(
-        stage=dataset.stage,
-        path=dataset.path,
-        url=dataset.url,
-        fingerprint=dataset.fingerprint,
-        reused=reused,
-        seconds=seconds,
-        facts=dataset.facts,
-    )
 
 
 def facts_table(facts: dict[str, Any]) -> list[dict]:

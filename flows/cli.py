@@ -24,7 +24,11 @@ app = typer.Typer(
 console = Console()
 
 FLOWS = {
-    "run": ("pipeline", models.PipelineParams, "All stages, from conversations to an exported drafter."),
+    "run": (
+        "pipeline",
+        models.PipelineParams,
+        "All stages, from conversations to an exported drafter.",
+    ),
     "curate": ("curate", models.CurateParams, "Raw conversations to a clean corpus."),
     "regenerate": ("regenerate", models.RegenerateParams, "A corpus answered again by the target."),
     "tokenize": ("tokenize", models.TokenizeParams, "A corpus to token ids, loss masks and packs."),
@@ -39,11 +43,17 @@ ConfigFile = Annotated[
 ]
 Overrides = Annotated[
     list[str],
-    typer.Option("--set", "-s", metavar="KEY=VALUE", help="One parameter, such as train.num_steps=200."),
+    typer.Option(
+        "--set", "-s", metavar="KEY=VALUE", help="One parameter, such as train.num_steps=200."
+    ),
 ]
-Root = Annotated[str, typer.Option(help="Folder or s3://bucket/prefix; overrides the file's `root`.")]
+Root = Annotated[
+    str, typer.Option(help="Folder or s3://bucket/prefix; overrides the file's `root`.")
+]
 Target = Annotated[str, typer.Option(help="Hugging Face id or folder; overrides `target.id`.")]
-ShowParameters = Annotated[bool, typer.Option("--parameters", help="List every parameter and stop.")]
+ShowParameters = Annotated[
+    bool, typer.Option("--parameters", help="List every parameter and stop.")
+]
 
 
 def load_params(model: type[BaseModel], file: Path | None, overrides: list[str]) -> Any:
@@ -101,10 +111,13 @@ def _parameters(model: type[BaseModel], prefix: str = ""):
             yield from _parameters(type(default), f"{prefix}{name}.")
 
 
-def run_flow(module: str, params: BaseModel) -> Any:
+def run_flow(module: str, params: models.StageParams) -> Any:
     """Runs the flow in this process; the run is visible in the UI of PREFECT_API_URL, if that is set."""
     from importlib import import_module
 
+    from flows import preflight
+
+    preflight.check(params)  # a bad value is one sentence at once, not a traceback a minute later
     flow = getattr(import_module(f"flows.{module}"), module)
     return flow(params)
 
@@ -135,7 +148,9 @@ for _name, (_module, _model, _text) in FLOWS.items():
 
 
 @app.command()
-def status(root: Annotated[str, typer.Argument(help="Folder or s3://bucket/prefix.")] = "data") -> None:
+def status(
+    root: Annotated[str, typer.Argument(help="Folder or s3://bucket/prefix.")] = "data",
+) -> None:
     """Datasets under a root: finished, or how many units are committed."""
     from dflash_core.manifest import Dataset
     from dflash_core.storage import Storage

@@ -1,0 +1,83 @@
+"""All stages as one flow: conversations in, an exported drafter out.
+
+Every stage lands where its fingerprint says, so a run that was killed is simply started again: finished
+stages are reused, the interrupted one continues from its commit records.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from rich.console import Console
+
+from flows import preflight, summary
+from flows._common import StageResult
+from flows.curate import curate
+from flows.evaluate import evaluate
+from flows.export import export
+from flows.extract import extract
+from flows.params import (
+    CurateParams,
+    EvaluateParams,
+    ExportParams,
+    ExtractParams,
+    PipelineParams,
+    RegenerateParams,
+    TokenizeParams,
+    TrainParams,
+)
+from flows.regenerate import regenerate
+from flows.tokenize import tokenize
+from flows.train import train
+
+
+@flow(name="pipeline", flow_run_name="{params.name}", log_prints=False)
+def pipeline(params: PipelineParams) -> list[StageResult]:
+    """Curate, regenerate, tokenize, extract, train, evaluate, export; prints one table at the end."""
+    start = time.monotonic()
+    preflight.check(params)
+    stages = list(_stages(params))
+    create_markdown_artifact(summary.markdown(stages), key="pipeline-summary")
+    summary.print_table(stages, time.monotonic() - start, Console())
+    return stages
+
+
+def _stages(params: PipelineParams) -> Iterator[StageResult]:
+    """Runs the stages in order, each with the paths that the earlier ones handed on."""
+    common = {"root": params.root, "name": params.name, "runtime": params.runtime}
+    target = {"target": params.target}
+    corpus = curate(CurateParams(**common, curate=params.curate))
+    yield corpus
+    if params.on_policy:
+        corpus = regenerate(
+            RegenerateParams(**common, **target, corpus=corpus.path, regenerate=params.regenerate)
+        )
+        yield corpus
+    tokens = tokenize(
+        TokenizeParams(**common, **target, corpus=corpus.path, tokenize=params.tokenize)
+    )
+    yield tokens
+    hidden = extract(ExtractParams(**common, **target, tokens=tokens.path, extract=params.extract))
+    yield hidden
+    run = train(TrainParams(**common, **target, hidden=hidden.path, train=params.train))
+    yield run
+    evaluation = evaluate(
+        EvaluateParams(
+            **common, **target, run=run.path, corpus=corpus.path, evaluate=params.evaluate
+        )
+    )
+    yield evaluation
+    yield export(
+        ExportParams(
+            **common, **target, run=run.path, evaluation=evaluation.path, export=params.export
+        )
+    )
+
+
+if __name__ == "__main__":
+    from flows.cli import run_module
+
+    run_module("pipeline")

@@ -1,0 +1,37 @@
+"""Everything that can be refused before expensive work starts is refused here, in one sentence.
+
+Run by the command before Prefect starts, and again by the pipeline flow for runs started elsewhere.
+"""
+
+from __future__ import annotations
+
+from dflash_core.config import CurateConfig, TargetConfig
+from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
+from flows.params import StageParams
+
+PARENTS = ("corpus", "tokens", "hidden", "run", "evaluation")  # parameters that name a dataset
+
+
+def check(params: StageParams) -> None:
+    """Checks root, target, sources and parent datasets of any flow's parameters.
+
+    Raises:
+        DFlashError: the first thing that cannot work: what it is, what was expected, what to do.
+    """
+    root = Storage.from_url(params.root)
+    root.preflight()
+    for name in PARENTS:
+        path = getattr(params, name, "")
+        if path:
+            Dataset.open(root, path).manifest()
+    curate = getattr(params, "curate", None)
+    if isinstance(curate, CurateConfig):
+        from dflash_core.corpus.curation import check_sources
+
+        check_sources(curate)
+    target = getattr(params, "target", None)
+    if isinstance(target, TargetConfig):
+        from dflash_core.target import identify
+
+        identify(target, require_template=True)

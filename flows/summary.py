@@ -1,0 +1,92 @@
+"""The pipeline's one table: what each stage made, how long it took, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from flows._common import StageResult
+
+Row = tuple[str, str, str, str]  # stage, what, seconds, dataset
+
+
+def rows(stages: Sequence[StageResult]) -> list[Row]:
+    """One row for each stage, in the order they ran."""
+    return [
+        (
+            stage.stage,
+            "; ".join(_DESCRIBE[stage.stage](stage.facts)),
+            "reused" if stage.reused else f"{stage.seconds:.1f}",
+            stage.path,
+        )
+        for stage in stages
+    ]
+
+
+def print_table(stages: Sequence[StageResult], seconds: float, console: Console) -> None:
+    """The table and, below it, where the drafter is."""
+    table = Table("stage", "result", "seconds", "path under the root", title_justify="left")
+    for row in rows(stages):
+        table.add_row(*row)
+    table.add_row("all", "", f"{seconds:.1f}", "")
+    console.print(table)
+    export = stages[-1]
+    for layout in export.facts["layouts"]:
+        console.print(f"drafter ({layout}): {export.url}/{layout}", soft_wrap=True)
+
+
+def markdown(stages: Sequence[StageResult]) -> str:
+    """The table for the run's page."""
+    lines = ["| stage | result | seconds | dataset |", "| --- | --- | --- | --- |"]
+    lines += [f"| {' | '.join(row)} |" for row in rows(stages)]
+    return "\n".join(lines)
+
+
+def _corpus(facts: dict) -> Iterable[str]:
+    yield f"{facts['num_train']:,} train and {facts['num_held_out']:,} held-out rows"
+    if "answers" in facts:
+        yield f"{facts['answers']:,} answers by the target"
+    if facts.get("rejected"):
+        yield f"{sum(facts['rejected'].values()):,} rejected"
+
+
+def _tokens(facts: dict) -> Iterable[str]:
+    yield f"{facts['total_tokens']:,} tokens ({facts['supervised_tokens']:,} supervised)"
+    yield f"{facts['num_packs']:,} packs of {facts['pack_tokens']:,}, {facts['fill']:.1%} full"
+
+
+def _hidden(facts: dict) -> Iterable[str]:
+    yield f"{facts['num_packs']:,} packs, {facts['num_bytes'] / 1e6:,.1f} MB"
+    yield f"taps {facts['target_layer_ids']}"
+
+
+def _runs(facts: dict) -> Iterable[str]:
+    yield f"{facts['num_steps']:,} steps of a {facts['num_parameters'] / 1e6:,.1f} M drafter"
+    yield f"loss {facts['loss']:.2f}, simulated acceptance {facts['acceptance_length']:.2f}"
+
+
+def _evaluations(facts: dict) -> Iterable[str]:
+    before, after = facts["before"], facts["after"]
+    low, high = after["interval"]
+    yield (
+        f"acceptance length {before['acceptance_length']:.2f} -> {after['acceptance_length']:.2f} "
+        f"[{low:.2f}, {high:.2f}] of {facts['block_size']}"
+    )
+    yield f"lossless on {after['num_lossless']} of {after['num_prompts']} prompts"
+    yield f"speed-up {after['speed_up']:.2f}x over plain decoding here"
+
+
+def _exports(facts: dict) -> Iterable[str]:
+    yield f"layouts {', '.join(facts['layouts'])}, reloaded logits equal"
+
+
+_DESCRIBE = {
+    "corpora": _corpus,
+    "tokens": _tokens,
+    "hidden": _hidden,
+    "runs": _runs,
+    "evaluations": _evaluations,
+    "exports": _exports,
+}

@@ -1,0 +1,43 @@
+"""A corpus to token ids, loss masks and packs."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from dflash_core import tokenization
+from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
+from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows.params import TokenizeParams
+
+
+@stage_task
+def tokenize_part(params: TokenizeParams, path: str, units: list[str]) -> None:
+    """Tokenizes some parts of the corpus."""
+    root = Storage.from_url(params.root)
+    corpus = Dataset.open(root, params.corpus)
+    with progress_on_page("tokenize", ", ".join(units)) as progress:
+        tokenization.run_units(Dataset.open(root, path), corpus, params.target, units, progress)
+
+
+@flow(
+    name="tokenize", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1)
+)
+def tokenize(params: TokenizeParams) -> StageResult:
+    """Renders conversations with the target's chat template, marks what the target would generate, and plans the packs."""
+    stage = Stage(params.root)
+    corpus = Dataset.open(stage.root, params.corpus)
+    dataset = tokenization.plan(stage.root, params.name, corpus, params.target, params.tokenize)
+    if stage.has_work(dataset):
+        units = tokenization.units(dataset, corpus)
+        missing = tokenization.missing(dataset, corpus)
+        stage.run(tokenize_part, params, units, missing, span=1)
+        tokenization.seal(dataset, corpus)
+    return stage.publish()
+
+
+if __name__ == "__main__":
+    from flows.cli import run_module
+
+    run_module("tokenize")

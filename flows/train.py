@@ -1,0 +1,40 @@
+"""Hidden states to a trained drafter."""
+
+from __future__ import annotations
+
+from prefect import flow
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from dflash_core import train as training
+from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
+from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows.params import TrainParams
+
+
+@stage_task
+def train_run(params: TrainParams, path: str, units: list[str]) -> None:
+    """Trains from the newest checkpoint to the last step."""
+    root = Storage.from_url(params.root)
+    hidden = Dataset.open(root, params.hidden)
+    with progress_on_page("train", "steps") as progress:
+        training.run(Dataset.open(root, path), hidden, params.target, params.runtime, progress)
+
+
+@flow(name="train", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1))
+def train(params: TrainParams) -> StageResult:
+    """Trains a drafter on stored hidden states; a run that was interrupted goes on from its newest checkpoint."""
+    stage = Stage(params.root)
+    hidden = Dataset.open(stage.root, params.hidden)
+    dataset = training.plan(stage.root, params.name, hidden, params.target, params.train)
+    if stage.has_work(dataset):
+        units = training.units(params.train)
+        stage.run(train_run, params, units, training.missing(dataset), span=len(units))
+        training.seal(dataset, hidden)
+    return stage.publish()
+
+
+if __name__ == "__main__":
+    from flows.cli import run_module
+
+    run_module("train")

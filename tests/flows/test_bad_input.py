@@ -1,0 +1,109 @@
+"""Bad input is one sentence and exit status 1, before Prefect or the target is loaded."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import yaml
+
+from flows.cli import main
+from tests import targets
+from tests.flows import pipeline_case as case
+from tests.s3 import BUCKET, SECRET
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return targets.qwen3(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def refused(tmp_path, capsys, target):
+    """Runs the pipeline command with changed parameters; returns the sentence it ends with."""
+
+    def run(**changes):
+        params = case.parameters(tmp_path, str(tmp_path / "root"), target)
+        for key, value in changes.items():
+            params[key] = {**params[key], **value} if isinstance(value, dict) else value
+        config = tmp_path / "pipeline.yaml"
+        config.write_text(yaml.safe_dump(params))
+        capsys.readouterr()  # what making the target printed
+        with pytest.raises(SystemExit) as stop:
+            main(["run", str(config)])
+        assert stop.value.code == 1
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err + captured.out
+        sentence = captured.err.removeprefix("error: ").strip()
+        assert len(sentence.splitlines()) == 1
+        return sentence
+
+    return run
+
+
+def test_unknown_target(refused):
+    assert "'/no/such/folder' does not exist" in refused(target={"id": "/no/such/folder"})
+
+
+def test_unknown_parameter_names_it(refused):
+    assert "train.num_stepz" in refused(train={"num_stepz": 3})
+
+
+def test_unreadable_dataset(refused, tmp_path):
+    source = {"name": "chats", "reader": "openai", "path": str(tmp_path / "nothing.jsonl")}
+    assert "nothing.jsonl" in refused(curate={"sources": [source]})
+
+
+def test_dataset_in_another_layout_says_which_it_expects(refused, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"foo": 1}) + "\n")
+    sentence = refused(curate={"sources": [{"name": "x", "reader": "openai", "path": str(file)}]})
+    assert "messages" in sentence
+
+
+def test_unknown_reader_lists_the_known_ones(refused):
+    sentence = refused(curate={"sources": [{"name": "x", "reader": "nope"}]})
+    assert "nope" in sentence
+    assert "openai" in sentence
+
+
+def test_tokenizer_without_chat_template(refused, tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(**targets._COMMON))
+    plain = targets.save(tmp_path / "plain", model, template=None)
+    assert "chat template" in refused(target={"id": plain.id})
+
+
+def test_vocabulary_mismatch(refused, tmp_path):
+    small = targets.qwen3(tmp_path / "small", vocab_size=100, pad_token_id=None, eos_token_id=None)
+    assert "100 rows" in refused(target={"id": small.id})
+
+
+def test_unknown_scheme_of_the_root(refused):
+    assert "gs" in refused(root="gs://bucket/x")
+
+
+@pytest.mark.server
+def test_missing_bucket(refused, s3_server):
+    assert "bucket does not exist" in refused(root="s3://no-such-bucket-here/x")
+
+
+@pytest.mark.server
+def test_wrong_credentials_keep_the_secret(refused, s3_server, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong" + SECRET[:3])
+    sentence = refused(root=f"s3://{BUCKET}/x")
+    assert "check AWS_SECRET_ACCESS_KEY" in sentence
+    assert SECRET[:8] not in sentence
+
+
+def test_the_command_starts_without_heavy_imports():
+    import subprocess
+
+    code = (
+        "import sys; from flows.cli import app; "
+        "heavy = {'torch', 'transformers', 'prefect', 'zarr', 'datasets'} & set(sys.modules); "
+        "sys.exit(', '.join(sorted(heavy)) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
