@@ -1,0 +1,71 @@
+"""Complete corpora and training runs, made without curating or training."""
+
+from __future__ import annotations
+
+import torch
+
+from dflash_core.checkpoint import save_checkpoint, shape_as_json, unit_of
+from dflash_core.config import CurateConfig, DrafterConfig, TargetConfig, TrainConfig
+from dflash_core.corpus.rows import CORPORA, PartWriter, Row, content_id
+from dflash_core.manifest import Dataset
+from dflash_core.model import Drafter, DrafterShape, resolve_shape
+from dflash_core.storage import Storage
+from dflash_core.target import identify, mask_token_id, text_config
+from dflash_core.train import make_optimizer
+
+
+def make_row(messages: list[dict], source: str = "one", **metadata) -> Row:
+    return Row(content_id(messages, None), source, messages, None, metadata)
+
+
+def question(index: int) -> list[dict]:
+    return [
+        {"role": "user", "content": f"What is {index} and {index + 1}?"},
+        {"role": "assistant", "content": f"It is {2 * index + 1}."},
+    ]
+
+
+def sealed_corpus(root: Storage, held_out: list[Row], name: str = "demo") -> Dataset:
+    """A corpus with these held-out rows and one row to train on."""
+    dataset = Dataset.create(
+        root,
+        CORPORA,
+        name,
+        version=1,
+        config=CurateConfig(),
+        inputs={"rows": ",".join(row.id for row in held_out)},
+    )
+    parts = {}
+    for split, rows in (("train", [make_row(question(999))]), ("held_out", held_out)):
+        writer = PartWriter(dataset.storage, split)
+        for row in rows:
+            writer.write(row)
+        parts[split] = writer.close()
+    facts = {"parts": parts, "num_train": 1, "num_held_out": len(held_out)}
+    dataset.seal([], facts)
+    return dataset
+
+
+def wide_drafter(shape: DrafterShape, seed: int) -> Drafter:
+    """Weights wide enough that an altered one shows, and none of them exact in bfloat16."""
+    drafter = Drafter(shape, torch.Generator().manual_seed(seed))
+    for parameter in drafter.parameters():
+        parameter.data *= 5.1234567
+    return drafter
+
+
+def sealed_run(
+    root: Storage, target: TargetConfig, *, name: str = "demo", **drafter: object
+) -> Dataset:
+    """A run of 20 steps that changed the weights from one random draw to another."""
+    values = {"num_hidden_layers": 2, "block_size": 5, "sliding_window": 6, **drafter}
+    config = TrainConfig(drafter=DrafterConfig(**values), num_steps=20, checkpoint_every=20)  # ty: ignore[invalid-argument-type]
+    shape = resolve_shape(config.drafter, text_config(target), [0, 1, 3], mask_token_id(target))
+    run = Dataset.create(root, "runs", name, version=1, config=config, inputs={"hidden": "0" * 12})
+    for step in (0, 20):
+        made = wide_drafter(shape, seed=step)
+        save_checkpoint(run, step, made, make_optimizer(made, config), [])
+    contract = {**identify(target).contract(), "target_layer_ids": list(shape.target_layer_ids)}
+    facts = {"num_steps": 20, "shape": shape_as_json(shape), "contract": contract}
+    run.seal([unit_of(0), unit_of(20)], facts)
+    return run
