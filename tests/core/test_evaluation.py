@@ -1,0 +1,258 @@
+"""Evaluation: which prompts, resume, and facts against a plain loop over the records."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from dflash_core import evaluation
+from dflash_core.checkpoint import load_drafter
+from dflash_core.config import EvaluateConfig, Runtime
+from dflash_core.decode import greedy, speculate
+from dflash_core.errors import IncompleteError, InputError, MismatchError
+from dflash_core.storage import Storage
+from dflash_core.target import load_causal_lm, load_tokenizer
+from tests import targets
+from tests.runs import make_row, question, sealed_corpus, sealed_run
+
+CPU = Runtime(device="cpu")
+CONFIG = EvaluateConfig(num_prompts=4, num_untrained_prompts=2, max_new_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return targets.qwen3_5_text(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return Storage.from_url(str(tmp_path))
+
+
+def rows(count):
+    return [make_row(question(i), source="even" if i % 2 == 0 else "odd") for i in range(count)]
+
+
+def planned(root, target, held_out=None, config=CONFIG):
+    run = sealed_run(root, target)
+    corpus = sealed_corpus(root, rows(7) if held_out is None else held_out)
+    return evaluation.plan(root, "demo", run, corpus, target, config), run
+
+
+def prompts_of(dataset):
+    return json.loads(dataset.storage.get("prompts.json"))
+
+
+# --- prompts -----------------------------------------------------------------------------------------
+
+
+def test_prompts_are_the_lowest_ids_up_to_the_last_answer(root, target):
+    long = make_row([*question(1), *question(2)])
+    held_out = [*rows(7), long]
+    dataset, _ = planned(root, target, held_out, CONFIG.model_copy(update={"num_prompts": 8}))
+    chosen = prompts_of(dataset)["prompts"]
+    assert [prompt["id"] for prompt in chosen] == sorted(row.id for row in held_out)
+    tokenizer = load_tokenizer(target)
+    texts = {prompt["id"]: tokenizer.decode(prompt["input_ids"]) for prompt in chosen}
+    first, second = question(1), question(2)
+    assert texts[long.id] == (
+        f"<|im_start|>user\n{first[0]['content']}<|im_end|>\n"
+        f"<|im_start|>assistant\n{first[1]['content']}<|im_end|>\n"
+        f"<|im_start|>user\n{second[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert 257 in prompts_of(dataset)["stop_ids"]
+
+
+def test_prompts_that_do_not_fit_the_target_are_passed_over(root, target):
+    held_out = [make_row([{"role": "user", "content": "x" * 5000}]), *rows(2)]
+    dataset, _ = planned(root, target, held_out)
+    assert {prompt["id"] for prompt in prompts_of(dataset)["prompts"]} == {
+        row.id for row in held_out[1:]
+    }
+
+
+def test_a_corpus_without_held_out_rows_is_refused_with_advice(root, target):
+    with pytest.raises(InputError, match="held_out_fraction"):
+        planned(root, target, held_out=[])
+
+
+def test_a_run_of_another_target_is_refused(root, target, tmp_path_factory):
+    other = targets.llama(tmp_path_factory.mktemp("other"))
+    run, corpus = sealed_run(root, other), sealed_corpus(root, rows(2))
+    with pytest.raises(MismatchError, match="target_config_hash"):
+        evaluation.plan(root, "demo", run, corpus, target, CONFIG)
+
+
+# --- decoding and resume -----------------------------------------------------------------------------
+
+
+def test_records_hold_what_decoding_gives(root, target):
+    dataset, run = planned(root, target)
+    evaluation.run(dataset, run, target, CPU)
+    model = load_causal_lm(target, torch.device("cpu"))
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    stop_ids = prompts_of(dataset)["stop_ids"]
+    for index, prompt in enumerate(prompts_of(dataset)["prompts"]):
+        record = dataset.record(f"prompt-{index:05d}")
+        ids = prompt["input_ids"]
+        assert record["plain"]["tokens"] == greedy(model, ids, 12, stop_ids)
+        assert ("before" in record) == (index < 2)
+        for name, step in (("before", 0), ("after", 20)):
+            if name not in record:
+                continue
+            drafter = load_drafter(run, step)[0]
+            out = speculate(model, drafter, embedding, head, ids, 12, stop_ids)
+            assert record[name]["accepted"] == out.accepted
+            assert record[name]["judged"] == out.judged
+            assert record[name]["lossless"]
+            assert record[name]["difference"] is None
+
+
+def test_resume_decodes_only_prompts_without_a_record(root, target):
+    dataset, run = planned(root, target)
+    units = evaluation.missing(dataset)
+    assert len(units) == 4
+    evaluation.run(dataset, run, target, CPU, units=units[1:2])
+    kept = dataset.record(units[1])
+    with pytest.raises(IncompleteError, match="3 of 4"):
+        evaluation.seal(dataset)
+    seen = []
+    again, _ = planned(root, target)
+    evaluation.run(again, run, target, CPU, progress=lambda *numbers: seen.append(numbers))
+    assert [numbers[:2] for numbers in seen] == [(1, 3), (2, 3), (3, 3)]
+    assert seen[-1][2]["acceptance_length"] >= 1.0
+    assert seen[-1][2]["tokens_per_s"] > 0
+    assert again.record(units[1]) == kept
+    manifest = evaluation.seal(again)
+    assert evaluation.missing(again) == []
+    evaluation.run(again, run, target, CPU)  # nothing left, loads nothing
+    assert evaluation.seal(again) == manifest
+    assert json.loads(again.storage.get("report.json")) == manifest["facts"]
+    assert "speed-up" in again.storage.get("report.md").decode()
+
+
+def test_seal_writes_a_picture_where_matplotlib_is(root, target):
+    pytest.importorskip("matplotlib")
+    picture = evaluation._picture(evaluation.summarise(random_records(5)))
+    assert picture is not None
+    assert picture.startswith(b"\x89PNG")
+
+
+def test_an_answer_that_differs_is_reported_with_its_place_and_logit_gap(root, target, monkeypatch):
+    dataset, run = planned(root, target)
+    genuine = evaluation.greedy
+    monkeypatch.setattr(
+        evaluation, "greedy", lambda *a: [*(t := genuine(*a))[:3], (t[3] + 1) % 256, *t[4:]]
+    )
+    evaluation.run(dataset, run, target, CPU)
+    facts = evaluation.seal(dataset)["facts"]
+    assert facts["after"]["num_lossless"] == 0
+    assert [difference["at"] for difference in facts["after"]["differences"]] == [3] * 4
+    assert min(difference["logit_gap"] for difference in facts["after"]["differences"]) > 1e-3
+    assert "0 of 4; largest logit gap" in dataset.storage.get("report.md").decode()
+
+
+def test_answers_of_one_token_leave_nothing_to_report(root, target):
+    dataset, run = planned(root, target, config=CONFIG.model_copy(update={"max_new_tokens": 1}))
+    evaluation.run(dataset, run, target, CPU)
+    with pytest.raises(InputError, match="single token"):
+        evaluation.seal(dataset)
+
+
+# --- facts -------------------------------------------------------------------------------------------
+
+
+def random_records(count, seed=0, block_size=5):
+    """Records as a drafter that accepts 0 to 4 drafts would leave them."""
+    rng, records = random.Random(seed), []
+    for index in range(count):
+        record = {
+            "id": f"{index:03d}",
+            "source": rng.choice("ab"),
+            "group": str(index),
+            "num_prompt_tokens": 3,
+            "block_size": block_size,
+            "plain": {"num_tokens": 0, "tokens": [], "seconds": rng.uniform(1, 2)},
+        }
+        for name in ("before", "after") if index < 3 else ("after",):
+            steps = rng.randint(0 if index else 1, 6)
+            judged = [rng.randint(0, block_size - 1) for _ in range(steps)]
+            accepted = [rng.randint(0, number) for number in judged]
+            stopped_early = bool(steps) and accepted[-1] > 0 and rng.random() < 0.3
+            verified = sum(accepted) + steps - stopped_early
+            lossless = rng.random() < 0.7
+            record[name] = {
+                "accepted": accepted,
+                "judged": judged,
+                "num_tokens": verified + 1,
+                "num_verified": verified,
+                "lossless": lossless,
+                "difference": None if lossless else {"at": 1, "logit_gap": 0.5},
+                "seconds": rng.uniform(0.5, 1),
+            }
+        record["plain"]["num_tokens"] = record["after"]["num_tokens"]
+        records.append(record)
+    return records
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_facts_match_a_plain_loop(seed):
+    records = random_records(9, seed)
+    facts = evaluation.summarise(records)
+    for name in ("before", "after"):
+        part = facts[name]
+        tokens = steps = lossless = prompts = 0
+        histogram, won, asked, per_prompt = [0] * 5, [0] * 5, [0] * 5, []
+        plain_tokens = plain_seconds = own_tokens = own_seconds = 0.0
+        for record in records:
+            if name not in record:
+                continue
+            outcome = record[name]
+            prompts += 1
+            lossless += outcome["lossless"]
+            plain_tokens += record["plain"]["num_tokens"]
+            plain_seconds += record["plain"]["seconds"]
+            own_tokens += outcome["num_tokens"]
+            own_seconds += outcome["seconds"]
+            tokens += outcome["num_tokens"] - 1
+            steps += len(outcome["accepted"])
+            if outcome["accepted"]:
+                per_prompt.append((outcome["num_tokens"] - 1) / len(outcome["accepted"]))
+            for accepted, judged in zip(outcome["accepted"], outcome["judged"], strict=True):
+                histogram[accepted] += 1
+                for slot in range(1, judged + 1):
+                    asked[slot] += 1
+                    won[slot] += slot <= accepted
+        assert part["num_prompts"] == prompts
+        assert part["num_steps"] == steps
+        assert part["num_lossless"] == lossless
+        assert len(part["differences"]) == prompts - lossless
+        assert part["histogram"] == histogram
+        assert part["acceptance_length"] == pytest.approx(tokens / steps)
+        mean = sum(per_prompt) / len(per_prompt)
+        assert part["acceptance_length_per_prompt"] == pytest.approx(mean)
+        shares = [w / a if a else None for w, a in zip(won[1:], asked[1:], strict=True)]
+        assert part["accepted_by_slot"] == pytest.approx(shares)
+        speed_up = (own_tokens / own_seconds) / (plain_tokens / plain_seconds)
+        assert part["speed_up"] == pytest.approx(speed_up)
+    assert facts["baseline"] == "plain decoding by the same Transformers model on this machine"
+    sources = {record["source"] for record in records}
+    assert set(facts["after"]["by_source"]) == sources
+    counts = [part["num_prompts"] for part in facts["after"]["by_source"].values()]
+    assert sum(counts) == len(records)
+
+
+def test_the_interval_is_that_of_prompts_drawn_anew():
+    outcomes = [record["after"] for record in random_records(12, seed=3)]
+    rng, drawn = random.Random(0), []
+    for _ in range(4000):
+        sample = rng.choices(outcomes, k=len(outcomes))
+        tokens = sum(outcome["num_verified"] for outcome in sample)
+        drawn.append(tokens / sum(len(outcome["accepted"]) for outcome in sample))
+    drawn.sort()
+    low, high = evaluation.bootstrap_interval(outcomes)
+    assert low == pytest.approx(drawn[100], abs=0.05)
+    assert high == pytest.approx(drawn[3900], abs=0.05)
+    assert evaluation.bootstrap_interval(outcomes) == [low, high]
