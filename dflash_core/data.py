@@ -7,7 +7,7 @@ seed and s, so a resumed run reads what the unbroken one would have read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
@@ -50,28 +50,39 @@ def packs_of_step(seed: int, step: int, packs_per_step: int, num_packs: int) -> 
 
 @contextmanager
 def read_ahead(
-    store: PackReader, indices: Iterable[int], prefetch_packs: int
+    store: PackReader, indices: Iterable[int], prefetch_packs: int, *, pin_memory: bool = False
 ) -> Generator[Iterator[tuple[Pack, Tensor]]]:
     """An iterator over the packs `indices`, in order, that threads read before they are asked for.
 
     At most `prefetch_packs` packs are read or being read beyond the one in use. An error of a reader
     is raised where its pack would have come. Leaving the context drops what nobody asked for.
+
+    With `pin_memory` the readers leave the states in page-locked memory, from which a copy to the GPU
+    is several times faster (18 % of a step otherwise, on an H200 with 840 MB packs).
     """
+
+    def read(index: int) -> tuple[Pack, Tensor]:
+        pack, hidden_TLH = store.read_pack(index)
+        return pack, hidden_TLH.pin_memory() if pin_memory else hidden_TLH
+
     pool = ThreadPoolExecutor(prefetch_packs, thread_name_prefix="read-pack")
     try:
-        yield _in_order(pool, store, iter(indices), prefetch_packs)
+        yield _in_order(pool, read, iter(indices), prefetch_packs)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _in_order(
-    pool: ThreadPoolExecutor, store: PackReader, indices: Iterator[int], prefetch_packs: int
+    pool: ThreadPoolExecutor,
+    read: Callable[[int], tuple[Pack, Tensor]],
+    indices: Iterator[int],
+    prefetch_packs: int,
 ) -> Iterator[tuple[Pack, Tensor]]:
     waiting: deque[Future] = deque()
 
     def submit_next() -> None:
         for index in indices:
-            waiting.append(pool.submit(store.read_pack, index))
+            waiting.append(pool.submit(read, index))
             return
 
     for _ in range(prefetch_packs):

@@ -231,7 +231,13 @@ class Attention(nn.Module):
         own_key, own_value = self.keys_values(x_BQH, tables)
         key = torch.cat((context[0], own_key), dim=2)
         value = torch.cat((context[1], own_value), dim=2)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+        groups = query.shape[1] // key.shape[1]
+        if query.is_cuda and groups > 1:
+            # CUDA's memory-efficient kernel takes a mask but no grouped heads; asked for both, torch
+            # would hold every score of every head.
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        grouped = key.shape[1] < query.shape[1]
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:

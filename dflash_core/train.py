@@ -113,7 +113,8 @@ def run(
         for pack in packs_of_step(config.seed, step, config.packs_per_step, store.num_packs)
     )
     metrics: list[dict] = []
-    with read_ahead(store, order, runtime.prefetch_packs) as packs:
+    pin = trainer.device.type == "cuda"
+    with read_ahead(store, order, runtime.prefetch_packs, pin_memory=pin) as packs:
         for _ in steps:
             entry = trainer.train_step(packs)
             metrics.append(entry)
@@ -167,7 +168,7 @@ class Trainer:
         self.step = step
         self._embedding_VH, self._head_VH = embedding_VH, head_VH
         self._config = config
-        self._device = embedding_VH.device
+        self.device = embedding_VH.device
 
     def train_step(self, packs: Iterator[tuple[Pack, Tensor]]) -> dict[str, Any]:
         """One optimiser step over the next `packs_per_step` packs.
@@ -180,7 +181,7 @@ class Trainer:
             learning_rate, packs, tokens_per_s (context rows and block slots) and wait_s for input.
         """
         start, waited, tokens, indices = time.perf_counter(), 0.0, 0, []
-        total, counts = torch.zeros((), device=self._device), None
+        total, counts = torch.zeros((), device=self.device), None
         asked = time.perf_counter()
         for slot, (pack, hidden_TLH) in enumerate(islice(packs, self._config.packs_per_step)):
             waited += time.perf_counter() - asked
@@ -210,7 +211,7 @@ class Trainer:
         self, pack: Pack, hidden_TLH: Tensor, blocks: Blocks
     ) -> tuple[Tensor, SlotCounts]:
         """Weighted sum of the cross-entropies of a pack's blocks, with its graph, and the counts."""
-        shape, device = self.drafter.shape, self._device
+        shape, device = self.drafter.shape, self.device
         blocks = blocks.to(device)
         documents_T = torch.tensor(pack.document_ids, device=device)
         positions_T = torch.tensor(pack.positions, device=device)

@@ -1,0 +1,81 @@
+"""The training step on a GPU: bfloat16 next to the CPU's float32, and a run that learns and resumes."""
+
+import itertools
+
+import pytest
+import torch
+
+from dflash_core.checkpoint import load_drafter, restore_optimizer, save_checkpoint
+from dflash_core.config import TrainConfig
+from dflash_core.data import read_ahead
+from dflash_core.manifest import Dataset
+from dflash_core.model import Drafter
+from dflash_core.storage import Storage
+from dflash_core.train import Trainer, make_optimizer
+from tests.drafters import ATTENTION, make_blocks, make_pack, random_taps, tiny_shape
+
+pytestmark = pytest.mark.gpu
+
+
+def make_trainer(device, shape):
+    drafter = Drafter(shape, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(9)
+    embedding = torch.randn(shape.vocab_size, shape.hidden_size, generator=generator)
+    embedding = embedding.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    config = TrainConfig(num_steps=150, anchors_per_pack=32, loss_decay=3.0, learning_rate=1e-2)
+    return Trainer(drafter.to(device), embedding, embedding, config)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_loss_and_gradient_in_bfloat16_are_close_to_float32_on_the_cpu(attention):
+    shape = tiny_shape(
+        hidden_size=64,
+        intermediate_size=128,
+        head_dim=16,
+        vocab_size=512,
+        mask_token_id=511,
+        attention=attention,
+    )
+    pack = make_pack([60, 40], 128, vocab=500)
+    taps, blocks = random_taps(pack, shape), make_blocks(pack, shape, 32)
+    results = []
+    for device in ("cpu", "cuda"):
+        trainer = make_trainer(device, shape)
+        total, counts = trainer.pack_loss(pack, taps, blocks)
+        mean = total / counts.weight
+        gradients = torch.autograd.grad(mean, list(trainer.drafter.parameters()))
+        results.append((mean.item(), torch.cat([g.flatten().float().cpu() for g in gradients])))
+    (expected, expected_gradient), (found, gradient) = results
+    assert found == pytest.approx(expected, rel=5e-3)
+    assert torch.cosine_similarity(gradient, expected_gradient, dim=0) > 0.999
+    assert gradient.norm() == pytest.approx(expected_gradient.norm().item(), rel=0.02)
+
+
+def test_a_tiny_drafter_learns_by_heart_and_its_checkpoint_comes_back():
+    shape = tiny_shape(
+        hidden_size=32, intermediate_size=64, head_dim=8, block_size=5, rope_theta=1e4
+    )
+    packs = [make_pack([24, 24], 48, index=index) for index in range(2)]
+
+    class Packs:
+        num_packs = 2
+
+        def read_pack(self, index):
+            return packs[index], random_taps(packs[index], shape)
+
+    trainer = make_trainer("cuda", shape)
+    order = itertools.islice(itertools.cycle(range(2)), 150)
+    with read_ahead(Packs(), order, 2, pin_memory=True) as stream:
+        entries = [trainer.train_step(stream) for _ in range(150)]
+    assert entries[0]["acceptance_length"] < 1.3
+    assert entries[-1]["acceptance_length"] > 4
+    root = Storage.from_url("memory://")
+    run = Dataset.create(root, "runs", "demo", version=1, config=TrainConfig(), inputs={})
+    save_checkpoint(run, 150, trainer.drafter, trainer.optimizer, entries)
+    drafter = load_drafter(run)[0].to("cuda")
+    optimizer = make_optimizer(drafter, TrainConfig())
+    restore_optimizer(run, 150, drafter, optimizer)
+    for ours, theirs in zip(trainer.drafter.parameters(), drafter.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        for field, value in trainer.optimizer.state[ours].items():
+            assert torch.equal(value, optimizer.state[theirs][field])
