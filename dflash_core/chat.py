@@ -23,7 +23,9 @@ class Chat:
 
     Attributes:
         tokenizer: a fast tokenizer.
-        end_of_turn: id of the token that ends an assistant's turn.
+        after_answer: what the template prints after an answer that ends a conversation.
+        end_of_turn: id of the token in it that ends an assistant's turn.
+        switchable: whether the template has a thinking switch.
         separators: ids of added tokens. Encoding never merges across them, so text on both sides of one
             can be encoded apart.
     """
@@ -56,6 +58,7 @@ class Chat:
         self._arguments_as_text = False
         self._arguments_as_text = self._takes_no_objects()
         self.separators = set(tokenizer.get_added_vocab().values())
+        self.after_answer = self._find_after_answer()
         self.end_of_turn = self._find_end_of_turn()
 
     def render(self, messages: list[dict], tools: list[dict] | None, *, prompt: bool) -> str:
@@ -114,8 +117,7 @@ class Chat:
             return True
         return False
 
-    def _find_end_of_turn(self) -> int:
-        """The first special token that the template prints after an answer, whatever the answer is."""
+    def _find_after_answer(self) -> str:
         question = {"role": "user", "content": "x"}
         try:
             one, other = (
@@ -126,14 +128,21 @@ class Chat:
                 f"the chat template of {self.tokenizer.name_or_path!r} cannot print a question and its "
                 f"answer ({error}); correct the template"
             ) from error
-        after = one[_common_prefix(one, other) + 1 :]
+        if one == other:
+            raise InputError(
+                f"the chat template of {self.tokenizer.name_or_path!r} leaves answers out; correct it"
+            )
+        return one[_common_prefix(one, other) + 1 :]
+
+    def _find_end_of_turn(self) -> int:
+        """The first special token that the template prints after an answer, whatever the answer is."""
         special = self.separators | {self.tokenizer.eos_token_id}
-        for token in self.encode(after):
+        for token in self.encode(self.after_answer):
             if token in special:
                 return token
         raise InputError(
-            f"the chat template of {self.tokenizer.name_or_path!r} prints {after!r} after an answer, which "
-            "holds no special token that could end it; correct the template"
+            f"the chat template of {self.tokenizer.name_or_path!r} prints {self.after_answer!r} after an "
+            "answer, which holds no special token that could end it; correct the template"
         )
 
 

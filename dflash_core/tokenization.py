@@ -24,7 +24,7 @@ import numpy as np
 from dflash_core.chat import Chat, Unrenderable
 from dflash_core.config import TargetConfig, TokenizeConfig
 from dflash_core.corpus.rows import CORPORA, Row, num_rows, read_rows
-from dflash_core.errors import CorruptError, InputError
+from dflash_core.errors import CorruptError, InputError, MismatchError
 from dflash_core.manifest import Dataset, sha256
 from dflash_core.packing import Pack, plan_packs
 from dflash_core.progress import Progress, silent
@@ -51,11 +51,18 @@ def plan(
 
     Raises:
         InputError: the tokenizer has no usable chat template.
-        MismatchError, IncompleteError: `corpus` is not a complete corpus.
+        MismatchError: `corpus` is no corpus, or was answered in the other thinking mode.
+        IncompleteError: `corpus` is not complete.
     """
     corpus.require_stage(CORPORA)
     identity = identify(target, require_template=True)
-    Chat(load_tokenizer(target), config.thinking)
+    chat = Chat(load_tokenizer(target), config.thinking)
+    answered = corpus.facts.get("thinking", config.thinking)
+    if chat.switchable and answered != config.thinking:
+        raise MismatchError(
+            f"{corpus.path} was answered with thinking={answered}, these tokens are asked for with "
+            f"thinking={config.thinking}; set both as the target is served"
+        )
     inputs = {
         "corpus": corpus.fingerprint,
         "tokenizer": identity.tokenizer_hash,
@@ -67,27 +74,27 @@ def plan(
 def missing(dataset: Dataset, corpus: Dataset) -> list[str]:
     """Parts without a commit record, in order."""
     done = dataset.committed()
-    return [unit for unit in _units(dataset, corpus) if unit not in done]
+    return [unit for unit in units(dataset, corpus) if unit not in done]
 
 
 def run_units(
     dataset: Dataset,
     corpus: Dataset,
     target: TargetConfig,
-    units: list[str],
+    todo: list[str],
     progress: Progress = silent,
 ) -> None:
-    """Tokenizes the parts and commits each."""
+    """Tokenizes the parts `todo` and commits each."""
     config = TokenizeConfig(**dataset.config)
     chat = Chat(load_tokenizer(target), config.thinking)
-    for done, unit in enumerate(units):
+    for done, unit in enumerate(todo):
         start = int(unit.removeprefix("part-")) * config.rows_per_part
         rows = read_rows(corpus, "train", start, start + config.rows_per_part)
         began = time.monotonic()
         record = _write_part(dataset, unit, _tokenize(chat, list(rows), config))
         dataset.commit(unit, record)
         tokens_per_s = record["counts"].get("tokens", 0) / (time.monotonic() - began)
-        progress(done + 1, len(units), {"tokens_per_s": round(tokens_per_s)})
+        progress(done + 1, len(todo), {"tokens_per_s": round(tokens_per_s)})
 
 
 def seal(dataset: Dataset, corpus: Dataset) -> dict:
@@ -100,18 +107,18 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         InputError: nothing, or everything, is supervised: the template does not fit the corpus.
         IncompleteError: a part has no commit record.
     """
-    units = _units(dataset, corpus)
+    every = units(dataset, corpus)
     if missing(dataset, corpus) or dataset.complete:
-        return dataset.seal(units, {})  # says what is missing, or returns the manifest that stands
+        return dataset.seal(every, {})  # says what is missing, or returns the manifest that stands
     config = TokenizeConfig(**dataset.config)
-    records = dataset.records(units)
+    records = dataset.records(every)
     counts: Counter[str] = Counter()
     rejected: Counter[str] = Counter()
     for record in records.values():
         counts.update(record["counts"])
         rejected.update(record["rejected"])
     _check_supervision(counts, rejected)
-    parts = [_read_part(dataset, records[unit]["part"]) for unit in units if records[unit]["part"]]
+    parts = [_read_part(dataset, records[unit]["part"]) for unit in every if records[unit]["part"]]
     lengths, input_ids, loss_mask = (np.concatenate(column) for column in zip(*parts, strict=True))
     pack, row, num_packs = plan_packs(lengths, config.pack_tokens)
     order = np.lexsort((row, pack))
@@ -139,10 +146,11 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         "row": row[order],
     }
     _write_zarr(dataset.storage, arrays, facts)
-    return dataset.seal(units, facts)
+    return dataset.seal(every, facts)
 
 
-def _units(dataset: Dataset, corpus: Dataset) -> list[str]:
+def units(dataset: Dataset, corpus: Dataset) -> list[str]:
+    """All parts, in order."""
     parts = -(-num_rows(corpus, "train") // dataset.config["rows_per_part"])
     return [f"part-{index:06d}" for index in range(parts)]
 
@@ -174,8 +182,8 @@ class Turn(NamedTuple):
     """A supervised turn, in characters of its rendering.
 
     `begin` is the end of the generation prompt, `end` the end of what the template prints for the turn.
-    `ended` is False for an answer that was cut by length: its end-of-turn token comes from the template,
-    not from the target, and is left out of the mask.
+    `ended` is False for an answer that was cut by length; `end` is then the end of what the target wrote,
+    because the end of the turn comes from the template and is left out of the mask.
     """
 
     begin: int
@@ -225,12 +233,18 @@ def renderings(chat: Chat, row: Row) -> tuple[list[Rendering], int]:
             continue
         inside = [k for k in sorted(uncovered) if k <= last and fulls[last].startswith(fulls[k])]
         uncovered -= set(inside)
-        cut = row.metadata.get("cut_by_length", False)
-        turns = [
-            Turn(len(prompts[k]), len(fulls[k]), not cut or k + 1 < len(places)) for k in inside
-        ]
+        turns = [Turn(len(prompts[k]), len(fulls[k]), True) for k in inside]
+        if row.metadata.get("cut_by_length") and last == len(places) - 1:
+            turns[-1] = _cut_turn(chat, row, turns[-1])
         found.append(Rendering(fulls[last], turns))
     return found[::-1], len(places) - len(servable)
+
+
+def _cut_turn(chat: Chat, row: Row, turn: Turn) -> Turn:
+    """The turn of an answer that the target did not end; regeneration noted how much it wrote."""
+    written = row.metadata.get("written_characters")
+    end = turn.end - len(chat.after_answer) if written is None else turn.begin + written
+    return Turn(turn.begin, min(end, turn.end), False)
 
 
 def samples_of(
@@ -250,22 +264,26 @@ def samples_of(
     """
     starts = [start for start, _ in offsets]
     samples, spans = [], []
-    for begin, end, ended in rendering.turns:
-        first = bisect_left(starts, begin)
-        if _is_border(chat, rendering.text, ids, offsets, first, begin):
-            spans.append(_span(chat, ids, first, bisect_left(starts, end), ended))
+    for turn in rendering.turns:
+        first = bisect_left(starts, turn.begin)
+        if _is_border(chat, rendering.text, ids, offsets, first, turn.begin):
+            stop = bisect_left(starts, turn.end)
+            while not turn.ended and stop > first and offsets[stop - 1][1] > turn.end:
+                stop -= 1
+            spans.append((first, _stop(chat, ids, first, stop) if turn.ended else stop))
             continue
-        prompt = chat.encode(rendering.text[:begin])
-        whole = prompt + chat.encode(rendering.text[begin:end])
-        samples.append(Sample(whole, [_span(chat, whole, len(prompt), len(whole), ended)]))
+        prompt = chat.encode(rendering.text[: turn.begin])
+        whole = prompt + chat.encode(rendering.text[turn.begin : turn.end])
+        stop = _stop(chat, whole, len(prompt), len(whole)) if turn.ended else len(whole)
+        samples.append(Sample(whole, [(len(prompt), stop)]))
     return [*samples, Sample(ids, spans)] if spans else samples
 
 
-def _span(chat: Chat, ids: list[int], first: int, stop: int, ended: bool) -> tuple[int, int]:
-    """From `first` to the last end-of-turn token before `stop`; one in the answer's text is earlier."""
+def _stop(chat: Chat, ids: list[int], first: int, stop: int) -> int:
+    """Behind the last end-of-turn token before `stop`; one in the answer's own text is earlier."""
     while stop > first and ids[stop - 1] != chat.end_of_turn:
         stop -= 1
-    return first, stop if ended else max(first, stop - 1)
+    return stop
 
 
 def _is_border(

@@ -86,29 +86,29 @@ def check_sources(config: CurateConfig) -> dict[str, str]:
 def missing(dataset: Dataset) -> list[str]:
     """Units without a commit record, in the order in which they have to run."""
     done = dataset.committed()
-    return [unit for unit in _units(dataset) if unit not in done]
+    return [unit for unit in units(dataset) if unit not in done]
 
 
 def run_units(
-    dataset: Dataset, config: CurateConfig, units: list[str], progress: Progress = silent
+    dataset: Dataset, config: CurateConfig, todo: list[str], progress: Progress = silent
 ) -> None:
-    """Does the units and commits each. Source units may run side by side, `publish` after all of them.
+    """Does the units `todo` and commits each. Source units may run side by side, `publish` after all of them.
 
     Raises:
         InputError: a source has no row that its reader can read, or nothing is left to train on.
         IncompleteError: `publish` is asked for while a source is missing.
     """
-    sources = dict(zip(_units(dataset), config.sources, strict=False))
-    for done, unit in enumerate(units):
+    sources = dict(zip(units(dataset), config.sources, strict=False))
+    for done, unit in enumerate(todo):
         if unit == PUBLISH:
             record = _publish(dataset, config)
         else:
             identity = dataset.request["inputs"][sources[unit].name]
             record = _Source(dataset, config, sources[unit], identity).run(
-                lambda numbers, done=done: progress(done, len(units), numbers)
+                lambda numbers, done=done: progress(done, len(todo), numbers)
             )
         dataset.commit(unit, record)
-        progress(done + 1, len(units), {})
+        progress(done + 1, len(todo), {})
 
 
 def seal(dataset: Dataset) -> dict:
@@ -117,13 +117,13 @@ def seal(dataset: Dataset) -> dict:
     Facts: `sources` (counts of each), `rejected` (by reason, over all), `parts` (of each split),
     `num_train`, `num_held_out`.
     """
-    units = _units(dataset)
+    every = units(dataset)
     if missing(dataset):
-        return dataset.seal(units, {})  # says what is missing
-    records = dataset.records(units)
+        return dataset.seal(every, {})  # says what is missing
+    records = dataset.records(every)
     published = records[PUBLISH]
     sources = {}
-    for unit in units[:-1]:
+    for unit in every[:-1]:
         record, name = records[unit], records[unit]["source"]
         sources[name] = counts = _counts(record, published["sources"][name])
         found = counts["kept"] + sum(counts["rejected"].values())
@@ -137,10 +137,11 @@ def seal(dataset: Dataset) -> dict:
     totals = {f"num_{split}": sum(part["rows"] for part in parts[split]) for split in parts}
     rejected = sum((Counter(counts["rejected"]) for counts in sources.values()), Counter())
     facts = {"sources": sources, "rejected": dict(rejected), "parts": parts, **totals}
-    return dataset.seal(units, facts)
+    return dataset.seal(every, facts)
 
 
-def _units(dataset: Dataset) -> list[str]:
+def units(dataset: Dataset) -> list[str]:
+    """All units in the order in which they have to run."""
     names = [source["name"] for source in dataset.config["sources"]]
     return [f"source-{index:03d}-{name}" for index, name in enumerate(names)] + [PUBLISH]
 
@@ -276,15 +277,15 @@ def _json_values(metadata: dict) -> dict:
 
 def _publish(dataset: Dataset, config: CurateConfig) -> dict:
     """Writes the parts of both splits. A row that several sources have belongs to the first."""
-    units = _units(dataset)[:-1]
-    if absent := [unit for unit in units if unit not in dataset.committed()]:
+    source_units = units(dataset)[:-1]
+    if absent := [unit for unit in source_units if unit not in dataset.committed()]:
         raise IncompleteError(f"{dataset.url}: {absent[0]} is not committed; run it before publish")
     writers = {
         split: PartWriter(dataset.storage, f"parts/{split}") for split in ("train", "held_out")
     }
     seen: set[bytes] = set()
     sources = {}
-    for record in dataset.records(units).values():
+    for record in dataset.records(source_units).values():
         counts = sources[record["source"]] = Counter(
             dict.fromkeys(
                 (
