@@ -10,6 +10,8 @@ Reference: DFlash, https://arxiv.org/abs/2602.06036; z-lab/dflash dflash/model.p
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -244,9 +246,15 @@ def _emit(
 def _forward(model: Any, rows: list[int], cache: Any, num_logits: int = 0) -> Any:
     """The target over the next rows; logits of the last `num_logits` of them, 0 for all."""
     input_ids_BT = torch.tensor([rows], device=model.device)
-    return model(
-        input_ids=input_ids_BT, past_key_values=cache, use_cache=True, logits_to_keep=num_logits
-    )
+    options = {_cache_argument(type(model)): cache, "logits_to_keep": num_logits}
+    return model(input_ids=input_ids_BT, use_cache=True, **options)
+
+
+@functools.cache
+def _cache_argument(kind: Any) -> str:
+    """Name of the forward's cache argument; Transformers is renaming it and warns about the old one."""
+    names = inspect.signature(kind.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _num_matching(drafts: list[int], answers: list[int]) -> int:

@@ -83,10 +83,15 @@ def plan(
     return dataset
 
 
+def units(dataset: Dataset) -> list[str]:
+    """Every prompt of the evaluation, in order."""
+    return list(_prompts(dataset))
+
+
 def missing(dataset: Dataset) -> list[str]:
     """Prompts without a commit record, in order."""
     done = dataset.committed()
-    return [unit for unit in _units(dataset) if unit not in done]
+    return [unit for unit in units(dataset) if unit not in done]
 
 
 def run(
@@ -107,11 +112,11 @@ def run(
     units = missing(dataset) if units is None else units
     if not units:
         return
-    body = _read_prompts(dataset)
-    prompts = dict(zip(_units(dataset), body["prompts"], strict=True))
+    prompts = _prompts(dataset)
     config, report = EvaluateConfig.model_validate(dataset.config), progress or silent
     untrained = list(prompts)[: config.num_untrained_prompts]
-    decoder = _Decoder.load(run, target, runtime, config.max_new_tokens, body["stop_ids"])
+    stop_ids = _read(dataset)["stop_ids"]
+    decoder = _Decoder.load(run, target, runtime, config.max_new_tokens, stop_ids)
     decoder.warm_up(prompts[units[0]]["input_ids"])
     tokens, steps, seconds = 0, 0, 0.0
     for done, unit in enumerate(units, 1):
@@ -133,10 +138,10 @@ def seal(dataset: Dataset) -> dict:
     Raises:
         InputError: every answer was a single token, so there is nothing to report.
     """
-    units = _units(dataset)
-    if missing(dataset):
-        return dataset.seal(units, {})  # raises, naming what is missing
-    facts = summarise(list(dataset.records(units).values()))
+    wanted = units(dataset)
+    if missing(dataset) or dataset.complete:
+        return dataset.seal(wanted, {})  # says what is missing, or returns the manifest that stands
+    facts = summarise(list(dataset.records(wanted).values()))
     if not facts["after"]["num_steps"]:
         raise InputError(
             f"{dataset.path}: every answer of the target is a single token, so no draft was verified; raise "
@@ -147,7 +152,7 @@ def seal(dataset: Dataset) -> dict:
     picture = _picture(facts)
     if picture:
         dataset.storage.put("acceptance.png", picture)
-    return dataset.seal(units, facts)
+    return dataset.seal(wanted, facts)
 
 
 # --- prompts -----------------------------------------------------------------------------------
@@ -196,13 +201,13 @@ def _prompt_ids(chat: Chat, row: Row) -> list[int]:
         return []
 
 
-def _read_prompts(dataset: Dataset) -> dict:
+def _prompts(dataset: Dataset) -> dict[str, dict]:
+    """The prompts by unit, in order."""
+    return {f"prompt-{index:05d}": prompt for index, prompt in enumerate(_read(dataset)["prompts"])}
+
+
+def _read(dataset: Dataset) -> dict:
     return json.loads(dataset.storage.get(_PROMPTS))
-
-
-def _units(dataset: Dataset) -> list[str]:
-    prompts = _read_prompts(dataset)["prompts"]
-    return [f"prompt-{index:05d}" for index in range(len(prompts))]
 
 
 # --- decoding ----------------------------------------------------------------------------------

@@ -78,10 +78,15 @@ def plan(
     return Dataset.create(root, STAGE, name, version=VERSION, config=config, inputs=inputs)
 
 
+def units(dataset: Dataset) -> list[str]:
+    """Every layout, in the order asked for."""
+    return dataset.config["layouts"]
+
+
 def missing(dataset: Dataset) -> list[str]:
-    """Layouts without a commit record, in the order asked for."""
+    """Layouts without a commit record, in order."""
     committed = dataset.committed()
-    return [layout for layout in dataset.config["layouts"] if layout not in committed]
+    return [layout for layout in units(dataset) if layout not in committed]
 
 
 def run(
@@ -137,7 +142,7 @@ def seal(dataset: Dataset) -> dict:
     Raises:
         CorruptError: a file was lost or altered since.
     """
-    layouts = dataset.config["layouts"]
+    layouts = units(dataset)
     if missing(dataset):
         return dataset.seal(layouts, {})  # raises, naming what is missing
     records = dataset.records(layouts)
