@@ -51,17 +51,18 @@ def embedding_and_head(model):
 class Oracle:
     """Drafts the true continuation and errs at random places; checks what it is told."""
 
-    def __init__(self, num_prompt, continuation, rng, accuracy):
+    def __init__(self, num_prompt, continuation, rng, accuracy, strict=True):
         self.num_prompt, self.continuation = num_prompt, continuation
         self.rng, self.accuracy = rng, accuracy
-        self.taps = []
+        self.taps, self.strict = [], strict
 
     def append(self, taps_BTC):
         self.taps.append(taps_BTC)
 
     def propose(self, bonus, num_drafts):
         emitted = sum(taps.shape[1] for taps in self.taps) - self.num_prompt + 1
-        assert bonus == self.continuation[emitted - 1]
+        # In bfloat16 an answer may leave the continuation; what is proposed then does not matter.
+        assert bonus == self.continuation[emitted - 1] or not self.strict
         true = self.continuation[emitted : emitted + num_drafts]
         assert len(true) == num_drafts
         return [
