@@ -1,0 +1,131 @@
+"""The same weights, blocks and labels give the same hidden states and loss in speculators 0.9.
+
+Needs the package and the few of its dependencies that it imports, in a folder outside the project:
+    pip install --no-deps --target /tmp/peers speculators==0.9.0 hs-connectors==0.9.0 openai jiter \\
+        distro sniffio loguru
+    PYTHONPATH=/tmp/peers pytest -m peers tests/core/test_peers_speculators.py
+"""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from dflash_core.blocks import attention_masks, build_blocks
+from dflash_core.loss import weighted_loss
+from tests.drafters import make_pack, random_taps, tiny_drafter
+
+pytestmark = pytest.mark.peers
+
+ANCHORS = [3, 6, 11, 26, 29]  # blocks of 4 that stay inside their sample
+
+
+def their_drafter(ours):
+    """Their model with our weights and a random frozen embedding and head."""
+    pytest.importorskip("speculators", reason="speculators is not installed")
+    from speculators.models.dflash.config import DFlashSpeculatorConfig
+    from speculators.models.dflash.core import DFlashDraftModel
+    from transformers import Qwen3Config
+
+    shape = ours.shape
+    layer = Qwen3Config(
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        vocab_size=shape.vocab_size,
+        layer_types=list(shape.layer_types),
+        sliding_window=shape.sliding_window,
+        use_sliding_window=True,
+        attn_implementation="eager",
+    )
+    config = DFlashSpeculatorConfig(
+        transformer_layer_config=layer,
+        draft_vocab_size=shape.vocab_size,
+        block_size=shape.block_size,
+        aux_hidden_state_layer_ids=[k + 1 for k in shape.target_layer_ids],
+        mask_token_id=shape.mask_token_id,
+        sliding_window_non_causal=shape.attention == "swa-bidir",
+    )
+    theirs = DFlashDraftModel(config)
+    missing, unexpected = theirs.load_state_dict(ours.state_dict(), strict=False)
+    assert not unexpected
+    assert all("verifier" in name or "embed" in name or "lm_head" in name for name in missing)
+    with torch.no_grad():
+        for name in ("embed_tokens", "lm_head", "verifier_lm_head"):
+            getattr(theirs, name).weight.normal_(generator=torch.Generator().manual_seed(4))
+    return theirs
+
+
+# Windows larger than a sample: theirs is counted from the anchor for all slots, ours from each slot.
+@pytest.mark.parametrize("attention", ["full-bidir", "swa-causal", "swa-bidir", "mixed"])
+def test_hidden_states_loss_accuracy_and_acceptance_equal_those_of_speculators(
+    attention, monkeypatch
+):
+    # A vocabulary of 6, so that some of the 15 slots are right by chance.
+    ours = tiny_drafter(
+        attention=attention, sliding_window=64, head_dim=8, vocab_size=6, mask_token_id=5
+    )
+    theirs = their_drafter(ours)
+    import speculators.models.dflash.core as core
+    from speculators.losses import resolve_loss_config
+    from speculators.models.dflash.metrics import compute_metrics
+
+    shape, pack = ours.shape, make_pack([20, 16], 40, vocab=5)
+    taps = random_taps(pack, shape).float()
+    anchors = torch.tensor(ANCHORS), torch.ones(len(ANCHORS), dtype=torch.bool)
+    input_ids = torch.tensor(pack.input_ids.astype(np.int64))
+    loss_mask, documents = torch.tensor(pack.loss_mask), torch.tensor(pack.document_ids)
+    positions = torch.tensor(pack.positions).long()
+    blocks = build_blocks(
+        input_ids,
+        loss_mask,
+        documents,
+        positions,
+        anchors,
+        block_size=shape.block_size,
+        mask_token_id=shape.mask_token_id,
+        loss_decay=4.0,
+    )
+    assert (blocks.weights_NK[:, 1:] > 0).all()
+    embedding, head = theirs.embed_tokens.weight, theirs.lm_head.weight
+    context = ours.project_context(taps.flatten(1)[None], positions[None])
+    masks = attention_masks(shape, blocks.anchors_N, blocks.documents_N, documents)
+    embeds = embedding[blocks.token_ids_NK.flatten()][None]
+    hidden = ours(embeds, blocks.positions_NK.flatten()[None], context, masks)
+    total, counts = weighted_loss(hidden.view(len(ANCHORS), -1, shape.hidden_size), head, blocks)
+
+    monkeypatch.setattr(core, "select_anchors", lambda *_: anchors)
+    their_hidden, logits, _, mask, rows = theirs._backbone_forward(
+        taps.flatten(1)[None],
+        input_ids[None],
+        loss_mask[None].float(),
+        taps[None, :, 0],
+        documents[None],
+        positions[None],
+        max_anchors=len(ANCHORS),
+    )
+    torch.testing.assert_close(hidden, their_hidden, atol=1e-5, rtol=1e-5)
+    labels = F.one_hot(input_ids[rows], shape.vocab_size)[None] * 100.0
+    loss, metrics = compute_metrics(
+        logits,
+        labels,
+        mask,
+        shape.block_size,
+        gamma=4.0,
+        loss_config=resolve_loss_config("ce", "eager"),
+    )
+    # They divide by the number of supervised slots, we by the sum of the weights.
+    assert total.item() == pytest.approx(loss.item() * mask.sum().item(), rel=1e-5)
+    accuracy = [
+        (metrics[f"position_{j}_acc_sum"] / metrics[f"position_{j}_acc_total"]).item()
+        for j in range(1, shape.block_size)
+    ]
+    assert sum(accuracy) > 0
+    assert counts.accuracy() == pytest.approx(accuracy)
+    acceptance = (metrics["eal_sum"] / metrics["eal_total"]).item()
+    assert counts.acceptance_length() == pytest.approx(acceptance)
