@@ -39,6 +39,14 @@ def committed_steps(run: Dataset) -> list[int]:
     return sorted(_step_of(unit) for unit in run.committed())
 
 
+def newest_step(run: Dataset) -> int:
+    """Step of the newest checkpoint. Raises IncompleteError when there is none."""
+    steps = committed_steps(run)
+    if not steps:
+        raise IncompleteError(f"{run.url} has no checkpoint yet; run the train stage first")
+    return steps[-1]
+
+
 def readable_steps(run: Dataset) -> list[int]:
     """Steps whose checkpoint can be loaded, rising."""
     return _readable(run, committed_steps(run))
@@ -88,20 +96,27 @@ def load_drafter(run: Dataset, step: int | None = None) -> tuple[Drafter, Drafte
         CorruptError: an object is missing or altered.
     """
     if step is None:
-        step = _newest(run)
+        step = newest_step(run)
     readable = readable_steps(run)
     if step not in readable:
         raise InputError(
             f"{run.path} has no readable checkpoint of step {step}; choose one of {readable}"
         )
     record = run.record(unit_of(step))
-    shape = _shape_from(_get(run, record["config"]))
+    shape = read_shape(run, step)
     with torch.device("meta"):
         drafter = Drafter(shape)
     # Copied into memory of torch's own: on the CPU the last bits of a product depend on alignment.
     drafter = drafter.to_empty(device="cpu")
     drafter.load_state_dict(_get_tensors(run, record["drafter"]))
     return drafter, shape, step
+
+
+def read_shape(run: Dataset, step: int) -> DrafterShape:
+    """The drafter's shape, from the checkpoint after `step` steps, which must be readable."""
+    values: dict[str, Any] = json.loads(_get(run, run.record(unit_of(step))["config"]))
+    values["target_layer_ids"] = tuple(values["target_layer_ids"])
+    return DrafterShape(**values)
 
 
 def restore_optimizer(
@@ -128,13 +143,6 @@ def shape_as_json(shape: DrafterShape) -> dict:
     return {**asdict(shape), "target_layer_ids": list(shape.target_layer_ids)}
 
 
-def _newest(run: Dataset) -> int:
-    steps = committed_steps(run)
-    if not steps:
-        raise IncompleteError(f"{run.url} has no checkpoint yet; run the train stage first")
-    return steps[-1]
-
-
 def _readable(run: Dataset, steps: list[int]) -> list[int]:
     newest = steps[-run.config["keep_checkpoints"] :]
     return sorted({*steps[:1], *newest})
@@ -155,12 +163,6 @@ def _flat_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str,
 
 def _shape_json(shape: DrafterShape) -> bytes:
     return canonical_json(shape_as_json(shape)).encode()
-
-
-def _shape_from(data: bytes) -> DrafterShape:
-    values: dict[str, Any] = json.loads(data)
-    values["target_layer_ids"] = tuple(values["target_layer_ids"])
-    return DrafterShape(**values)
 
 
 def _put(run: Dataset, folder: str, suffix: str, data: bytes) -> dict:

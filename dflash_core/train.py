@@ -26,6 +26,7 @@ from dflash_core.checkpoint import (
     committed_steps,
     load_drafter,
     read_metrics,
+    read_shape,
     restore_optimizer,
     save_checkpoint,
     shape_as_json,
@@ -133,11 +134,13 @@ def seal(dataset: Dataset, hidden: Dataset) -> dict:
     config = _config(dataset)
     if missing(dataset):
         return dataset.seal(units(config), {})  # raises, naming what is missing
-    drafter, shape, step = load_drafter(dataset)
+    shape = read_shape(dataset, config.num_steps)
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in Drafter(shape).parameters())
     last = read_metrics(dataset)[-_SUMMARY_STEPS:]
     facts = {
-        "num_steps": step,
-        "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
+        "num_steps": config.num_steps,
+        "num_parameters": num_parameters,
         "shape": shape_as_json(shape),
         "contract": HiddenStates.open(hidden).contract,
         "loss": sum(entry["loss"] for entry in last) / len(last),

@@ -1,8 +1,8 @@
 """The same weights, blocks and labels give the same hidden states and loss in speculators 0.9.
 
-Needs the package and the few of its dependencies that it imports, in a folder outside the project:
-    pip install --no-deps --target /tmp/peers speculators==0.9.0 hs-connectors==0.9.0 openai jiter \\
-        distro sniffio loguru
+Needs the package and what it imports, in a folder outside the project:
+    pip install --no-deps --target /tmp/peers speculators==0.9.0 hs-connectors==0.9.0
+    pip install --no-deps --target /tmp/peers openai jiter distro sniffio loguru
     PYTHONPATH=/tmp/peers pytest -m peers tests/core/test_peers_speculators.py
 """
 
@@ -58,6 +58,9 @@ def their_drafter(ours):
     with torch.no_grad():
         for name in ("embed_tokens", "lm_head", "verifier_lm_head"):
             getattr(theirs, name).weight.normal_(generator=torch.Generator().manual_seed(4))
+        # Only tokens 0 and 1 are ever predicted, and the pack holds no others: half the slots are right.
+        theirs.lm_head.weight[1] = -theirs.lm_head.weight[0]
+        theirs.lm_head.weight[2:] = 0
     return theirs
 
 
@@ -66,16 +69,13 @@ def their_drafter(ours):
 def test_hidden_states_loss_accuracy_and_acceptance_equal_those_of_speculators(
     attention, monkeypatch
 ):
-    # A vocabulary of 6, so that some of the 15 slots are right by chance.
-    ours = tiny_drafter(
-        attention=attention, sliding_window=64, head_dim=8, vocab_size=6, mask_token_id=5
-    )
+    ours = tiny_drafter(attention=attention, sliding_window=64, head_dim=8)
     theirs = their_drafter(ours)
-    import speculators.models.dflash.core as core
     from speculators.losses import resolve_loss_config
+    from speculators.models.dflash import core
     from speculators.models.dflash.metrics import compute_metrics
 
-    shape, pack = ours.shape, make_pack([20, 16], 40, vocab=5)
+    shape, pack = ours.shape, make_pack([20, 16], 40, vocab=2)
     taps = random_taps(pack, shape).float()
     anchors = torch.tensor(ANCHORS), torch.ones(len(ANCHORS), dtype=torch.bool)
     input_ids = torch.tensor(pack.input_ids.astype(np.int64))
@@ -125,7 +125,7 @@ def test_hidden_states_loss_accuracy_and_acceptance_equal_those_of_speculators(
         (metrics[f"position_{j}_acc_sum"] / metrics[f"position_{j}_acc_total"]).item()
         for j in range(1, shape.block_size)
     ]
-    assert sum(accuracy) > 0
+    assert 0 < sum(accuracy) < 3
     assert counts.accuracy() == pytest.approx(accuracy)
     acceptance = (metrics["eal_sum"] / metrics["eal_total"]).item()
     assert counts.acceptance_length() == pytest.approx(acceptance)
