@@ -20,7 +20,11 @@ def curate_units(params: CurateParams, path: str, units: list[str]) -> None:
         curation.run_units(Dataset.open(root, path), params.curate, units, progress)
 
 
-@flow(name="curate", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1))
+@flow(
+    name="curate",
+    flow_run_name="curate-{params.name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),
+)
 def curate(params: CurateParams) -> StageResult:
     """Reads, normalizes, filters and deduplicates conversations; every row is kept or rejected with a reason."""
     stage = Stage(params.root)

@@ -30,7 +30,9 @@ def evaluate_prompts(params: EvaluateParams, path: str, units: list[str]) -> Non
 
 
 @flow(
-    name="evaluate", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1)
+    name="evaluate",
+    flow_run_name="evaluate-{params.name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),
 )
 def evaluate(params: EvaluateParams) -> StageResult:
     """Decodes held-out prompts with the real target: acceptance length, losslessness, speed."""

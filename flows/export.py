@@ -21,7 +21,11 @@ def export_layout(params: ExportParams, path: str, units: list[str]) -> None:
         exporting.run(dataset, run, params.target, _evaluation(root, params), progress)
 
 
-@flow(name="export", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1))
+@flow(
+    name="export",
+    flow_run_name="export-{params.name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),
+)
 def export(params: ExportParams) -> StageResult:
     """Writes the drafter in the layouts of serving engines; each is reloaded and compared before it counts."""
     stage = Stage(params.root)

@@ -35,7 +35,9 @@ def extract_span(params: ExtractParams, path: str, units: list[int]) -> None:
 
 
 @flow(
-    name="extract", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1)
+    name="extract",
+    flow_run_name="extract-{params.name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),
 )
 def extract(params: ExtractParams) -> StageResult:
     """Runs the target over the packs and stores the tapped layers in a Zarr array, one commit record a pack."""

@@ -34,7 +34,7 @@ from flows.tokenize import tokenize
 from flows.train import train
 
 
-@flow(name="pipeline", flow_run_name="{params.name}", log_prints=False)
+@flow(name="pipeline", flow_run_name="pipeline-{params.name}")
 def pipeline(params: PipelineParams) -> list[StageResult]:
     """Curate, regenerate, tokenize, extract, train, evaluate, export; prints one table at the end."""
     start = time.monotonic()

@@ -25,7 +25,7 @@ def regenerate_part(params: RegenerateParams, path: str, units: list[str]) -> No
 
 @flow(
     name="regenerate",
-    flow_run_name="{params.name}",
+    flow_run_name="regenerate-{params.name}",
     task_runner=ThreadPoolTaskRunner(max_workers=1),
 )
 def regenerate(params: RegenerateParams) -> StageResult:

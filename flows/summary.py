@@ -4,44 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from flows._common import StageResult
-
-Row = tuple[str, str, str, str]  # stage, what, seconds, dataset
-
-
-def rows(stages: Sequence[StageResult]) -> list[Row]:
-    """One row for each stage, in the order they ran."""
-    return [
-        (
-            stage.stage,
-            "; ".join(_DESCRIBE[stage.stage](stage.facts)),
-            "reused" if stage.reused else f"{stage.seconds:.1f}",
-            stage.path,
-        )
-        for stage in stages
-    ]
 
 
 def print_table(stages: Sequence[StageResult], seconds: float, console: Console) -> None:
     """The table and, below it, where the drafter is."""
-    table = Table("stage", "result", "seconds", "path under the root", title_justify="left")
-    for row in rows(stages):
-        table.add_row(*row)
-    table.add_row("all", "", f"{seconds:.1f}", "")
+    table = Table("stage", "result", Column("seconds", justify="right"), box=box.SIMPLE_HEAD)
+    for stage in stages:
+        table.add_row(stage.stage, "\n".join(describe(stage)), _seconds(stage))
+    table.add_section()
+    table.add_row("all", "", f"{seconds:.1f}")
     console.print(table)
     export = stages[-1]
     for layout in export.facts["layouts"]:
-        console.print(f"drafter ({layout}): {export.url}/{layout}", soft_wrap=True)
+        console.print(f"drafter for {layout}: {export.url}/{layout}", soft_wrap=True)
 
 
 def markdown(stages: Sequence[StageResult]) -> str:
-    """The table for the run's page."""
-    lines = ["| stage | result | seconds | dataset |", "| --- | --- | --- | --- |"]
-    lines += [f"| {' | '.join(row)} |" for row in rows(stages)]
+    """The table for the run's page, with the path of each dataset."""
+    lines = ["| stage | result | seconds | path under the root |", "| --- | --- | --- | --- |"]
+    for stage in stages:
+        cells = (stage.stage, "; ".join(describe(stage)), _seconds(stage), f"`{stage.path}`")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def describe(stage: StageResult) -> list[str]:
+    """What a stage made, in a few short phrases."""
+    return list(_DESCRIBE[stage.stage](stage.facts))
+
+
+def _seconds(stage: StageResult) -> str:
+    return "reused" if stage.reused else f"{stage.seconds:.1f}"
 
 
 def _corpus(facts: dict) -> Iterable[str]:
@@ -58,7 +56,7 @@ def _tokens(facts: dict) -> Iterable[str]:
 
 
 def _hidden(facts: dict) -> Iterable[str]:
-    yield f"{facts['num_packs']:,} packs, {facts['num_bytes'] / 1e6:,.1f} MB"
+    yield f"{facts['num_packs']:,} packs, {facts['size_bytes'] / 1e6:,.1f} MB"
     yield f"taps {facts['target_layer_ids']}"
 
 

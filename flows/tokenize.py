@@ -22,7 +22,9 @@ def tokenize_part(params: TokenizeParams, path: str, units: list[str]) -> None:
 
 
 @flow(
-    name="tokenize", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1)
+    name="tokenize",
+    flow_run_name="tokenize-{params.name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),
 )
 def tokenize(params: TokenizeParams) -> StageResult:
     """Renders conversations with the target's chat template, marks what the target would generate, and plans the packs."""

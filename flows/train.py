@@ -21,7 +21,11 @@ def train_run(params: TrainParams, path: str, units: list[str]) -> None:
         training.run(Dataset.open(root, path), hidden, params.target, params.runtime, progress)
 
 
-@flow(name="train", flow_run_name="{params.name}", task_runner=ThreadPoolTaskRunner(max_workers=1))
+@flow(
+    name="train",
+    flow_run_name="train-{params.name}",
+    task_runner=ThreadPoolTaskRunner(max_workers=1),
+)
 def train(params: TrainParams) -> StageResult:
     """Trains a drafter on stored hidden states; a run that was interrupted goes on from its newest checkpoint."""
     stage = Stage(params.root)
