@@ -110,6 +110,22 @@ def test_records_hold_what_decoding_gives(root, target):
             assert record[name]["difference"] is None
 
 
+def test_before_is_the_untrained_drafter_and_after_the_trained_one(root, target, monkeypatch):
+    dataset, run = planned(root, target)
+    genuine, used = evaluation.speculate, []
+
+    def watched(model, drafter, *rest):
+        used.append(drafter.fc.weight.clone())
+        return genuine(model, drafter, *rest)
+
+    monkeypatch.setattr(evaluation, "speculate", watched)
+    evaluation.run(dataset, run, target, CPU)
+    untrained, trained = (load_drafter(run, step)[0].fc.weight for step in (0, 20))
+    expected = [untrained, trained] * 3 + [trained] * 2  # warm-up and two prompts with both
+    assert len(used) == len(expected)
+    assert all(map(torch.equal, used, expected))
+
+
 def test_resume_decodes_only_prompts_without_a_record(root, target):
     dataset, run = planned(root, target)
     units = evaluation.missing(dataset)
