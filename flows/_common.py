@@ -11,13 +11,14 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from threading import Lock
+from types import FunctionType
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
-from prefect import get_run_logger, task
+from prefect import flow, get_run_logger, task
 from prefect.artifacts import (
     create_progress_artifact,
     create_table_artifact,
@@ -25,6 +26,7 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.filesystems import LocalFileSystem
+from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import exponential_backoff
 from pydantic import BaseModel
 
@@ -68,10 +70,19 @@ def _cache_key(context: Any, parameters: dict[str, Any]) -> str:
     return f"{stage}/{sha256(canonical_json(body))[:32]}"
 
 
-def stage_task(function: Callable) -> Any:
+def stage_flow(function: FunctionType) -> Any:
+    """A flow of this project. Its one parameter is `params`.
+
+    One task at a time: a stage's work fills the device, and the next task starts where the last left it.
+    """
+    name = function.__name__
+    runner: Any = ThreadPoolTaskRunner(max_workers=1)
+    return flow(name=name, flow_run_name=f"{name}-{{params.name}}", task_runner=runner)(function)
+
+
+def stage_task(function: FunctionType) -> Any:
     """A task of this project. Its parameters are `params`, `path` (the dataset) and `units`."""
     return task(
-        function,
         retries=3,
         retry_delay_seconds=exponential_backoff(2),
         retry_jitter_factor=0.5,
@@ -79,7 +90,7 @@ def stage_task(function: Callable) -> Any:
         cache_policy=CacheKeyFnPolicy(cache_key_fn=_cache_key),
         persist_result=True,
         result_serializer="json",
-    )
+    )(function)
 
 
 def results_block(root: Storage) -> str:
@@ -102,7 +113,8 @@ def results_block(root: Storage) -> str:
         )
         block.save(name, overwrite=True)
         return f"s3-bucket/{name}"
-    LocalFileSystem(basepath=str(root.local_path / "_prefect")).save(name, overwrite=True)
+    folder = unquote(parts.path)
+    LocalFileSystem(basepath=f"{folder}/_prefect").save(name, overwrite=True)
     return f"local-file-system/{name}"
 
 
@@ -171,10 +183,12 @@ class Stage:
 
 
 @contextmanager
-def progress_on_page(stage: str, what: str) -> Iterator[Progress]:
+def progress_on_page(stage: str, what: str) -> Generator[Progress]:
     """A progress bar on the run's page and a line a minute in its log."""
     logger, lock = get_run_logger(), Lock()
-    artifact = create_progress_artifact(progress=0.0, key=f"{stage}-progress", description=what)
+    artifact: Any = create_progress_artifact(
+        progress=0.0, key=f"{stage}-progress", description=what
+    )
     shown = logged = time.monotonic()
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
-
 from dflash_core.corpus import curation
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import CurateParams
 
 
@@ -20,11 +17,7 @@ def curate_units(params: CurateParams, path: str, units: list[str]) -> None:
         curation.run_units(Dataset.open(root, path), params.curate, units, progress)
 
 
-@flow(
-    name="curate",
-    flow_run_name="curate-{params.name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
-)
+@stage_flow
 def curate(params: CurateParams) -> StageResult:
     """Reads, normalizes, filters and deduplicates conversations; every row is kept or rejected with a reason."""
     stage = Stage(params.root)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
-
 from dflash_core import evaluation
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import EvaluateParams
 
 
@@ -29,11 +26,7 @@ def evaluate_prompts(params: EvaluateParams, path: str, units: list[str]) -> Non
         )
 
 
-@flow(
-    name="evaluate",
-    flow_run_name="evaluate-{params.name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
-)
+@stage_flow
 def evaluate(params: EvaluateParams) -> StageResult:
     """Decodes held-out prompts with the real target: acceptance length, losslessness, speed."""
     stage = Stage(params.root)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
-
 from dflash_core import export as exporting
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import ExportParams
 
 
@@ -21,11 +18,7 @@ def export_layout(params: ExportParams, path: str, units: list[str]) -> None:
         exporting.run(dataset, run, params.target, _evaluation(root, params), progress)
 
 
-@flow(
-    name="export",
-    flow_run_name="export-{params.name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
-)
+@stage_flow
 def export(params: ExportParams) -> StageResult:
     """Writes the drafter in the layouts of serving engines; each is reloaded and compared before it counts."""
     stage = Stage(params.root)

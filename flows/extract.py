@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
-
 from dflash_core import extraction
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import ExtractParams
 
 
@@ -34,11 +31,7 @@ def extract_span(params: ExtractParams, path: str, units: list[int]) -> None:
         extractor.extract([unit for unit in units if unit in left], progress)
 
 
-@flow(
-    name="extract",
-    flow_run_name="extract-{params.name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
-)
+@stage_flow
 def extract(params: ExtractParams) -> StageResult:
     """Runs the target over the packs and stores the tapped layers in a Zarr array, one commit record a pack."""
     stage = Stage(params.root)

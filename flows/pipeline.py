@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from rich.console import Console
 
 from flows import preflight, summary
-from flows._common import StageResult
+from flows._common import StageResult, stage_flow
 from flows.curate import curate
 from flows.evaluate import evaluate
 from flows.export import export
@@ -34,7 +34,7 @@ from flows.tokenize import tokenize
 from flows.train import train
 
 
-@flow(name="pipeline", flow_run_name="pipeline-{params.name}")
+@stage_flow
 def pipeline(params: PipelineParams) -> list[StageResult]:
     """Curate, regenerate, tokenize, extract, train, evaluate, export; prints one table at the end."""
     start = time.monotonic()
@@ -47,8 +47,8 @@ def pipeline(params: PipelineParams) -> list[StageResult]:
 
 def _stages(params: PipelineParams) -> Iterator[StageResult]:
     """Runs the stages in order, each with the paths that the earlier ones handed on."""
-    common = {"root": params.root, "name": params.name, "runtime": params.runtime}
-    target = {"target": params.target}
+    common: dict[str, Any] = {"root": params.root, "name": params.name, "runtime": params.runtime}
+    target: dict[str, Any] = {"target": params.target}
     corpus = curate(CurateParams(**common, curate=params.curate))
     yield corpus
     if params.on_policy:

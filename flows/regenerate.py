@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
-
 from dflash_core.corpus import regeneration
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import RegenerateParams
 
 
@@ -23,11 +20,7 @@ def regenerate_part(params: RegenerateParams, path: str, units: list[str]) -> No
         )
 
 
-@flow(
-    name="regenerate",
-    flow_run_name="regenerate-{params.name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
-)
+@stage_flow
 def regenerate(params: RegenerateParams) -> StageResult:
     """Replaces every answer by the target's own, so that the drafter learns what it will have to predict."""
     stage = Stage(params.root)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
-
 from dflash_core import tokenization
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import TokenizeParams
 
 
@@ -21,11 +18,7 @@ def tokenize_part(params: TokenizeParams, path: str, units: list[str]) -> None:
         tokenization.run_units(Dataset.open(root, path), corpus, params.target, units, progress)
 
 
-@flow(
-    name="tokenize",
-    flow_run_name="tokenize-{params.name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
-)
+@stage_flow
 def tokenize(params: TokenizeParams) -> StageResult:
     """Renders conversations with the target's chat template, marks what the target would generate, and plans the packs."""
     stage = Stage(params.root)

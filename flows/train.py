@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from prefect import flow
-from prefect.task_runners import ThreadPoolTaskRunner
-
 from dflash_core import train as training
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_task
+from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import TrainParams
 
 
@@ -21,11 +18,7 @@ def train_run(params: TrainParams, path: str, units: list[str]) -> None:
         training.run(Dataset.open(root, path), hidden, params.target, params.runtime, progress)
 
 
-@flow(
-    name="train",
-    flow_run_name="train-{params.name}",
-    task_runner=ThreadPoolTaskRunner(max_workers=1),
-)
+@stage_flow
 def train(params: TrainParams) -> StageResult:
     """Trains a drafter on stored hidden states; a run that was interrupted goes on from its newest checkpoint."""
     stage = Stage(params.root)
