@@ -75,10 +75,11 @@ def save_tokenizer(folder: Path, *, template: str | None = CHATML) -> None:
 def save(folder: Path, model: Any, *, template: str | None = CHATML) -> TargetConfig:
     """Random weights from a fixed seed, then checkpoint and tokenizer in `folder`."""
     generator = torch.Generator().manual_seed(0)
+    std = 0.3 * (32 / model.config.get_text_config().hidden_size) ** 0.5
     with torch.no_grad():
         for tensor in model.parameters():
             if tensor.ndim >= 2:
-                tensor.normal_(0, 0.3, generator=generator)
+                tensor.normal_(0, std, generator=generator)
     model.save_pretrained(folder)
     save_tokenizer(folder, template=template)
     return TargetConfig(id=str(folder), dtype="float32")
@@ -105,10 +106,11 @@ def qwen3_5_wrapper(folder: Path) -> TargetConfig:
     return save(folder, Qwen3_5ForConditionalGeneration(config))
 
 
-def qwen3_5_moe(folder: Path) -> TargetConfig:
+def qwen3_5_moe(folder: Path, **changes: Any) -> TargetConfig:
     from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
 
-    return save(folder, Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**_COMMON, **_GDN, **_MOE)))
+    config = Qwen3_5MoeTextConfig(**{**_COMMON, **_GDN, **_MOE, **changes})
+    return save(folder, Qwen3_5MoeForCausalLM(config))
 
 
 def qwen3(folder: Path, **changes: Any) -> TargetConfig:
@@ -118,10 +120,11 @@ def qwen3(folder: Path, **changes: Any) -> TargetConfig:
     return save(folder, Qwen3ForCausalLM(config))
 
 
-def llama(folder: Path) -> TargetConfig:
+def llama(folder: Path, **changes: Any) -> TargetConfig:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return save(folder, LlamaForCausalLM(LlamaConfig(**_COMMON, tie_word_embeddings=True)))
+    config = LlamaConfig(**{**_COMMON, "tie_word_embeddings": True, **changes})
+    return save(folder, LlamaForCausalLM(config))
 
 
 def gemma3_text(folder: Path) -> TargetConfig:

@@ -282,6 +282,7 @@ DAMAGE = {
     "index checksum bit": lambda path: flip(path, -1),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-50]),
     "cut to nothing": lambda path: path.write_bytes(b""),
+    "a chunk cut out": lambda path: path.write_bytes(path.read_bytes()[8 * L * H * 2 + 4 :]),
     "grown": lambda path: path.write_bytes(path.read_bytes() + b"x" * 50),
     "deleted": lambda path: path.unlink(),
 }
