@@ -129,6 +129,15 @@ def greedy(
     return tokens
 
 
+@torch.no_grad()
+def stepwise_logits(model: Any, input_ids: list[int], tokens: list[int]) -> Tensor:
+    """Logits [V] after prompt and tokens, computed as `greedy` does: one row per forward."""
+    out = _forward(model, input_ids, None, num_logits=1)
+    for token in tokens:
+        out = _forward(model, [token], out.past_key_values)
+    return out.logits[0, -1]
+
+
 def speculate(
     model: Any,
     drafter: Drafter,

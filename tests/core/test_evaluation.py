@@ -166,8 +166,9 @@ def test_an_answer_that_differs_is_reported_with_its_place_and_logit_gap(root, t
     facts = evaluation.seal(dataset)["facts"]
     assert facts["after"]["num_lossless"] == 0
     assert [difference["at"] for difference in facts["after"]["differences"]] == [3] * 4
-    assert min(difference["logit_gap"] for difference in facts["after"]["differences"]) > 1e-3
-    assert "0 of 4; largest logit gap" in dataset.storage.get("report.md").decode()
+    assert all(d["rounding"] < 1e-2 < d["logit_gap"] for d in facts["after"]["differences"])
+    assert facts["after"]["num_explained"] == 0
+    assert "0 of 4; 0 of 4 differences within rounding" in dataset.storage.get("report.md").decode()
 
 
 def test_answers_of_one_token_leave_nothing_to_report(root, target):
@@ -205,7 +206,9 @@ def random_records(count, seed=0, block_size=5):
                 "num_tokens": verified + 1,
                 "num_verified": verified,
                 "lossless": lossless,
-                "difference": None if lossless else {"at": 1, "logit_gap": 0.5},
+                "difference": None
+                if lossless
+                else {"at": 1, "logit_gap": 0.5, "rounding": rng.choice([0.1, 0.25])},
                 "seconds": rng.uniform(0.5, 1),
             }
         record["plain"]["num_tokens"] = record["after"]["num_tokens"]
@@ -245,6 +248,7 @@ def test_facts_match_a_plain_loop(seed):
         assert part["num_steps"] == steps
         assert part["num_lossless"] == lossless
         assert len(part["differences"]) == prompts - lossless
+        assert part["num_explained"] == sum(d["rounding"] == 0.25 for d in part["differences"])
         assert part["histogram"] == histogram
         assert part["acceptance_length"] == pytest.approx(tokens / steps)
         mean = sum(per_prompt) / len(per_prompt)
