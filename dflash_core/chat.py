@@ -88,6 +88,14 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def decode(self, ids: list[int]) -> str:
+        """The text of the ids, special tokens printed."""
+        text = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
+
     def encode_with_offsets(
         self, texts: list[str]
     ) -> list[tuple[list[int], list[tuple[int, int]]]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dflash_core.errors import CorruptError
@@ -80,13 +80,6 @@ class Row:
     messages: list[Message]
     tools: list[dict] | None
     metadata: dict
-
-    def with_messages(self, messages: list[Message], **metadata: Any) -> Row:
-        """This row with other messages, the id that follows from them, and more metadata."""
-        merged = {**self.metadata, **metadata}
-        return replace(
-            self, id=content_id(messages, self.tools), messages=messages, metadata=merged
-        )
 
 
 def content_id(messages: list[Message], tools: list[dict] | None) -> str:
@@ -224,6 +217,15 @@ def read_rows(
                 if index >= start and (stop is None or index < stop):
                     yield row
         first = end
+
+
+def read_ids(dataset: Dataset, split: Split) -> Iterator[str]:
+    """Ids of all rows of a split of a sealed corpus, in part order."""
+    import pyarrow.parquet as pq
+
+    for part in dataset.require_stage(CORPORA).facts["parts"][split]:
+        table = pq.read_table(io.BytesIO(dataset.storage.get(part["key"])), columns=["id"])
+        yield from table["id"].to_pylist()
 
 
 def num_rows(dataset: Dataset, split: Split) -> int:

@@ -1,0 +1,253 @@
+"""Batched answers of a local target, for regenerating a corpus.
+
+Shape letters: B sequences, T tokens of the longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dflash_core.chat import Chat, Unrenderable
+from dflash_core.config import RegenerateConfig, Runtime, TargetConfig
+from dflash_core.corpus.normalization import split_reasoning, tool_call
+from dflash_core.corpus.regeneration import Answer, Prompt
+from dflash_core.corpus.rows import Malformed, Message
+from dflash_core.manifest import sha256
+from dflash_core.target import (
+    load_causal_lm,
+    load_tokenizer,
+    require_fast_kernels,
+    resolve_device,
+    text_config,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
+# A batch is narrowed once this share of it has ended; selecting rows copies the cache.
+_NARROW_AT = 0.25
+_PROMPT_TOKENS = 2**16  # padded prompt tokens of a batch; bounds the memory of its first forward
+
+
+class LocalAnswerer:
+    """Answers prompts with a target loaded into this process."""
+
+    def __init__(self, target: TargetConfig, config: RegenerateConfig, runtime: Runtime) -> None:
+        """Loads tokenizer and weights.
+
+        Raises:
+            InputError: the target cannot be loaded or lacks its fast kernels on a GPU.
+        """
+        device = resolve_device(runtime.device)
+        self.chat = Chat(load_tokenizer(target), config.thinking)
+        self.model = load_causal_lm(target, device)
+        require_fast_kernels(self.model, device, runtime.slow_kernels)
+        self.config = config
+        self.batch = runtime.generate_batch
+        self.stop_ids = stop_ids(self.model, self.chat)
+        self.max_tokens: int = getattr(text_config(target), "max_position_embeddings", 2**31)
+
+    def answer(self, prompts: list[Prompt]) -> list[Answer]:
+        """One answer for each prompt, whatever the batches; see `regeneration.Answerer`."""
+        answers: dict[int, Answer] = {}
+        encoded: dict[int, tuple[str, list[int]]] = {}
+        for index, prompt in enumerate(prompts):
+            try:
+                text = self.chat.render(prompt.messages, prompt.tools, prompt=True)
+            except Unrenderable as error:
+                answers[index] = Answer(None, reason="template cannot print it", detail=str(error))
+                continue
+            ids = self.chat.encode(text)
+            if len(ids) + self.config.max_new_tokens > self.max_tokens:
+                answers[index] = Answer(None, reason="longer than the target's context")
+            else:
+                encoded[index] = (text, ids)
+        for some in self._batches({index: len(ids) for index, (_, ids) in encoded.items()}):
+            picks = _picker(self.config, [prompts[index].key for index in some], self.model.device)
+            written = generate(
+                self.model,
+                [encoded[index][1] for index in some],
+                self.config.max_new_tokens,
+                self.stop_ids,
+                self.chat.tokenizer.pad_token_id or 0,
+                picks,
+            )
+            for index, tokens in zip(some, written, strict=True):
+                text = encoded[index][0]
+                answers[index] = read_answer(self.chat, prompts[index], text, tokens, self.stop_ids)
+        return [answers[index] for index in range(len(prompts))]
+
+    def _batches(self, lengths: dict[int, int]) -> Iterator[list[int]]:
+        """Keys in batches of similar length, so that little is padded."""
+        batch: list[int] = []
+        for index, length in sorted(lengths.items(), key=lambda item: item[1]):
+            if batch and (len(batch) == self.batch or (len(batch) + 1) * length > _PROMPT_TOKENS):
+                yield batch
+                batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+
+def read_answer(
+    chat: Chat, prompt: Prompt, prompt_text: str, tokens: list[int], stop_ids: Collection[int]
+) -> Answer:
+    """The tokens as a message that the template prints as they were written, where there is one."""
+    cut = not tokens or tokens[-1] not in stop_ids
+    text = chat.decode(tokens if cut else tokens[:-1])
+    wanted = prompt_text + text
+    readings = readings_of(text, opened=prompt_text.rstrip().endswith("<think>"))
+    for message in readings:
+        try:
+            shown = chat.render([*prompt.messages, message], prompt.tools, prompt=False)
+        except Unrenderable:
+            continue
+        if shown.startswith(wanted) if cut else shown == wanted + chat.after_answer:
+            return Answer(message, len(tokens), cut, exact=True, num_characters=len(text))
+    return Answer(readings[0], len(tokens), cut, exact=False, num_characters=len(text))
+
+
+def stop_ids(model: PreTrainedModel, chat: Chat) -> set[int]:
+    """Ids that end an answer: the template's end of turn, and what tokenizer and checkpoint name."""
+    named: Any = model.generation_config.eos_token_id if model.generation_config else None
+    named = named if isinstance(named, list) else [named]
+    ids = {chat.end_of_turn, chat.tokenizer.eos_token_id, *named}
+    return {index for index in ids if index is not None}
+
+
+def readings_of(text: str, *, opened: bool) -> list[Message]:
+    """Messages an assistant's text may stand for, the most structured first, the text as it is last.
+
+    Args:
+        text: what the target wrote, without its end token.
+        opened: the prompt ended inside a reasoning block.
+    """
+    reasoning, content = split_reasoning(text, opened=opened)
+    if reasoning is None and opened and "</think>" not in text:
+        reasoning, content = text, ""
+    found = []
+    for thought, rest in ((reasoning, content), (None, text)):
+        base: Message = {"role": "assistant", "content": rest}
+        if thought:
+            base["reasoning_content"] = thought
+        if calls := _calls(rest):
+            before = rest[: rest.index("<tool_call>")]
+            for kept in (before.rstrip("\n"), before):
+                found.append({**base, "content": kept or None, "tool_calls": calls})
+        found.append(base)
+    return found
+
+
+def _calls(text: str) -> list[dict]:
+    """The calls a text ends with, when all of them parse; else none."""
+    start = text.find("<tool_call>")
+    blocks = text[start:] if start >= 0 else ""
+    if not blocks or _CALL.sub("", blocks):
+        return []
+    try:
+        return [tool_call(json.loads(block)) for block in _CALL.findall(blocks)]
+    except (ValueError, RecursionError, Malformed):
+        return []
+
+
+# --- tokens ------------------------------------------------------------------------------------
+
+Pick = Callable[[Tensor, list[int], int], Tensor]
+"""Takes logits_BV, which sequence each row is, and the step; returns the next ids, int64 [B]."""
+
+
+@torch.inference_mode()
+def generate(
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+    pad_id: int,
+    pick: Pick,
+) -> list[list[int]]:
+    """Continues each prompt until a stop id (included) or `max_new_tokens`.
+
+    Prompts are padded on the left and masked: right padding would decay the recurrent states of Gated
+    DeltaNet layers, left padding without a mask would enter them. Sequences that have ended leave the
+    batch.
+    """
+    device = model.device
+    width = max(map(len, prompts))
+    padded = [[pad_id] * (width - len(ids)) + ids for ids in prompts]
+    ids_BT = torch.tensor(padded, device=device)
+    mask_BT = torch.tensor(
+        [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts], device=device
+    )
+    positions_BT = (mask_BT.cumsum(-1) - 1).clamp(min=0)
+    written: list[list[int]] = [[] for _ in prompts]
+    ended = [False] * len(prompts)
+    alive = list(range(len(prompts)))  # which prompt each row of the batch is
+    cache: Any = None
+    for step in range(max_new_tokens):
+        output = model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=positions_BT,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = output.past_key_values
+        next_B = pick(output.logits[:, -1], alive, step)
+        for sequence, token in zip(alive, next_B.tolist(), strict=True):
+            if not ended[sequence]:
+                written[sequence].append(token)
+                ended[sequence] = token in stop_ids
+        if all(ended):
+            break
+        ids_BT, positions_BT = next_B[:, None], positions_BT[:, -1:] + 1
+        rows = [row for row, sequence in enumerate(alive) if not ended[sequence]]
+        if len(rows) <= len(alive) * (1 - _NARROW_AT):
+            rows_B = torch.tensor(rows, device=device)
+            cache.reorder_cache(rows_B)
+            ids_BT, mask_BT, positions_BT = ids_BT[rows_B], mask_BT[rows_B], positions_BT[rows_B]
+            alive = [alive[row] for row in rows]
+        mask_BT = torch.cat([mask_BT, mask_BT.new_ones(len(alive), 1)], dim=1)
+    return written
+
+
+def _picker(config: RegenerateConfig, keys: list[str], device: torch.device) -> Pick:
+    """Greedy, or nucleus sampling with a random stream for each sequence.
+
+    A stream follows from seed and key alone, so what a prompt is batched with has no influence.
+    """
+    if config.temperature == 0:
+        return lambda logits_BV, alive, step: logits_BV.argmax(-1)
+    streams = []
+    for key in keys:
+        seed = int(sha256(f"{config.seed}:{key}")[:15], 16)
+        generator = torch.Generator().manual_seed(seed)
+        streams.append(torch.rand(config.max_new_tokens, generator=generator))
+    uniform = torch.stack(streams).to(device)
+    return lambda logits_BV, alive, step: sample(
+        logits_BV, uniform[alive, step], config.temperature, config.top_p
+    )
+
+
+def sample(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float) -> Tensor:
+    """Nucleus sampling by inverting the cumulative distribution at `uniform_B` in [0, 1).
+
+    The nucleus is the smallest set of most probable tokens with at least `top_p` of the probability.
+    """
+    probability_BV = (logits_BV.float() / temperature).softmax(-1)
+    sorted_BV, order_BV = probability_BV.sort(-1, descending=True)
+    before_BV = sorted_BV.cumsum(-1) - sorted_BV
+    sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, 0)
+    cumulative_BV = sorted_BV.cumsum(-1)
+    target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
+    # The first token whose cumulative probability exceeds the target; never one outside the nucleus.
+    rank_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+    last_B1 = (sorted_BV > 0).sum(-1, keepdim=True) - 1
+    return order_BV.gather(1, torch.minimum(rank_B1, last_B1))[:, 0]
