@@ -121,21 +121,21 @@ def greedy(
     Returns:
         At most `max_new_tokens` tokens; the stop token that ended the answer is included.
     """
-    out = _forward(model, input_ids, None, num_logits=1)
-    tokens = [int(out.logits[0, -1].argmax())]
+    logits_TV, cache = _forward(model, input_ids, None, num_logits=1)
+    tokens = [int(logits_TV[-1].argmax())]
     while len(tokens) < max_new_tokens and tokens[-1] not in stop_ids:
-        out = _forward(model, tokens[-1:], out.past_key_values)
-        tokens.append(int(out.logits[0, -1].argmax()))
+        logits_TV, cache = _forward(model, tokens[-1:], cache)
+        tokens.append(int(logits_TV[-1].argmax()))
     return tokens
 
 
 @torch.no_grad()
 def stepwise_logits(model: Any, input_ids: list[int], tokens: list[int]) -> Tensor:
     """Logits [V] after prompt and tokens, computed as `greedy` does: one row per forward."""
-    out = _forward(model, input_ids, None, num_logits=1)
+    logits_TV, cache = _forward(model, input_ids, None, num_logits=1)
     for token in tokens:
-        out = _forward(model, [token], out.past_key_values)
-    return out.logits[0, -1]
+        logits_TV, cache = _forward(model, [token], cache)
+    return logits_TV[-1]
 
 
 def speculate(
@@ -221,9 +221,8 @@ class _Target:
         """The target's own next token after each of the last `num_logits` rows, 0 for all."""
         self._before = Snapshot(self._cache) if self._cache is not None else None
         self._rows = rows
-        out = _forward(self._model, rows, self._cache, num_logits)
-        self._cache = out.past_key_values
-        return out.logits[0].argmax(-1).tolist()
+        logits_TV, self._cache = _forward(self._model, rows, self._cache, num_logits)
+        return logits_TV.argmax(-1).tolist()
 
     def commit(self, num_rows: int) -> Tensor:
         """Keeps the first rows of the last forward, takes back the others.
@@ -252,16 +251,18 @@ def _emit(
     result.judged.append(len(new) if stopped_early else num_drafts)
 
 
-def _forward(model: Any, rows: list[int], cache: Any, num_logits: int = 0) -> Any:
-    """The target over the next rows; logits of the last `num_logits` of them, 0 for all."""
+def _forward(model: Any, rows: list[int], cache: Any, num_logits: int = 0) -> tuple[Tensor, Any]:
+    """The target over the next rows: logits of the last `num_logits` of them, 0 for all, and its cache."""
     input_ids_BT = torch.tensor([rows], device=model.device)
-    options = {_cache_argument(type(model)): cache, "logits_to_keep": num_logits}
-    return model(input_ids=input_ids_BT, use_cache=True, **options)
+    name = _cache_name(type(model))
+    options = {name: cache, "use_cache": True, "logits_to_keep": num_logits}
+    out = model(input_ids=input_ids_BT, **options)
+    return out.logits[0], getattr(out, name)
 
 
 @functools.cache
-def _cache_argument(kind: Any) -> str:
-    """Name of the forward's cache argument; Transformers is renaming it and warns about the old one."""
+def _cache_name(kind: Any) -> str:
+    """What a model calls its cache; Transformers is renaming it and warns about the old name."""
     names = inspect.signature(kind.forward).parameters
     return "cache" if "cache" in names else "past_key_values"
 
