@@ -11,7 +11,9 @@ from dflash_core.errors import InputError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CALL = {"type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+_CALL = {"type": "function", "function": {"name": "probe_name", "arguments": '{"probe_key": 1}'}}
+# How templates want a call's arguments (as objects, or as text) and the content beside it (empty, or none).
+_CALL_FORMS = ((True, ""), (True, None), (False, ""), (False, None))
 
 
 class Unrenderable(Exception):
@@ -55,8 +57,7 @@ class Chat:
         self.switchable = "enable_thinking" in text
         self._options = {"enable_thinking": thinking} if self.switchable else {}
         self._drop_reasoning = self.switchable and not thinking
-        self._arguments_as_text = False
-        self._arguments_as_text = self._takes_no_objects()
+        self._call_form = next(filter(self._prints_calls, _CALL_FORMS), _CALL_FORMS[0])
         self.separators = set(tokenizer.get_added_vocab().values())
         self.after_answer = self._find_after_answer()
         self.end_of_turn = self._find_end_of_turn()
@@ -108,22 +109,26 @@ class Chat:
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
 
     def _for_template(self, message: dict) -> dict:
-        """The message as templates expect it: arguments as objects, unless this one wants text."""
+        """The message in the form that this template prints."""
         message = dict(message)
         if self._drop_reasoning:
             message.pop("reasoning_content", None)
-        if message.get("tool_calls") and not self._arguments_as_text:
-            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        if message.get("tool_calls"):
+            as_objects, no_content = self._call_form
+            message["content"] = message["content"] or no_content
+            if as_objects:
+                message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
         return message
 
-    def _takes_no_objects(self) -> bool:
-        """Whether the template prints calls only when their arguments are text (DeepSeek V3's does)."""
+    def _prints_calls(self, form: tuple[bool, str | None]) -> bool:
+        """Whether the template prints a call in this form. Qwen3 fails on no content, DeepSeek V3 on objects."""
+        self._call_form = form
         called = [{"role": "user", "content": "x"}, _answer(None, tool_calls=[_CALL])]
         try:
-            self.render(called, None, prompt=False)
+            text = self.render(called, None, prompt=False)
         except Unrenderable:
-            return True
-        return False
+            return False
+        return "probe_name" in text and "probe_key" in text
 
     def _find_after_answer(self) -> str:
         question = {"role": "user", "content": "x"}

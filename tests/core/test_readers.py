@@ -12,6 +12,7 @@ from dflash_core.corpus.normalization import normalize
 from dflash_core.corpus.readers import READERS, files, python_stdlib, reader_of
 from dflash_core.corpus.rows import Conversation, Reject, is_held_out
 from dflash_core.errors import InputError
+from dflash_core.storage import Storage
 
 ROWS = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(3)]
 
@@ -147,6 +148,18 @@ def test_metadata_and_group_are_kept(tmp_path):
     assert found.metadata == {"a": 1, "group": "g"}
 
 
+@pytest.mark.server
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_files_in_a_bucket_read_like_local_ones(tmp_path, s3_url, suffix):
+    local = write(tmp_path / f"rows{suffix}", ROWS)
+    Storage.from_url(s3_url).put(local.name, local.read_bytes())
+    for path in (f"{s3_url}/{local.name}", s3_url):
+        assert read(path) == read(tmp_path)
+        assert files.identity(source(path)) == files.identity(source(local))
+    with pytest.raises(InputError, match="does not exist"):
+        read(f"{s3_url}/other.jsonl")
+
+
 # --- sources that cannot be read ---------------------------------------------------------------
 
 
@@ -175,6 +188,17 @@ def test_a_folder_without_data_and_an_unknown_reader_are_refused(tmp_path):
         read(tmp_path)
     with pytest.raises(InputError, match="reader 'csv' is not known; expected one of alpaca"):
         reader_of(source(reader="csv"))
+
+
+def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch):
+    import huggingface_hub
+
+    def refuse(*arguments, **options):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
+    with pytest.raises(InputError, match="dataset 'some/set' at 'main' cannot be read: no route"):
+        reader_of(source()).identity(source("some/set"))
 
 
 def test_identity_follows_the_content_and_not_the_place(tmp_path):

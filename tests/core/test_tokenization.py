@@ -248,9 +248,18 @@ def test_a_template_that_leaves_tool_calls_out_says_so():
         renderings(Chat(chats.tokenizer(deaf), thinking=False), row)
 
 
-def test_a_template_that_wants_arguments_as_text_gets_text():
-    wants_text = STABLE.replace("call.function.arguments | tojson", "'' + call.function.arguments")
-    chat = Chat(chats.tokenizer(wants_text), thinking=False)
+@pytest.mark.parametrize(
+    ("original", "changed"),
+    [
+        ("call.function.arguments | tojson", "'' + call.function.arguments"),
+        ("m.content or ''", "m.content + ''"),
+        ("m.tool_calls or []", "((m.tool_calls or []) if m.content is none else [])"),
+    ],
+    ids=["arguments as text", "content never none", "calls only where content is none"],
+)
+def test_calls_are_handed_over_in_the_form_that_the_template_prints(original, changed):
+    assert original in STABLE
+    chat = Chat(chats.tokenizer(STABLE.replace(original, changed)), thinking=False)
     [sample] = samples(chat, row_of(user("a"), assistant(None, tool_calls=[CALL])))
     assert '"arguments": {"name": "add", "n": 2}' in supervised(chat, sample)[0]
 

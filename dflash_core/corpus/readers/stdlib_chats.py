@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 from collections.abc import Iterator
@@ -18,7 +19,12 @@ def read(source: SourceConfig) -> Iterator[Conversation | Reject]:
 
 def identity(source: SourceConfig) -> str:
     """The Python version and a hash of the library's modules, which distributions patch."""
+    return f"python-{platform.python_version()}:{_hash_of_modules()}"
+
+
+@functools.cache  # about 3 s, and asked for more than once before a run
+def _hash_of_modules() -> str:
     digest = hashlib.sha256()
     for name, text in python_stdlib.module_sources():
         digest.update(f"{name}:{hashlib.sha256(text.encode()).hexdigest()}\n".encode())
-    return f"python-{platform.python_version()}:{digest.hexdigest()}"
+    return digest.hexdigest()
