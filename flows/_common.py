@@ -26,6 +26,7 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.filesystems import LocalFileSystem
+from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import exponential_backoff
 from pydantic import BaseModel
@@ -166,13 +167,13 @@ class Stage:
         facts = dataset.facts
         create_table_artifact(
             table=table or facts_table(facts),
-            key=f"{dataset.stage}-summary",
+            key=f"{flow_run.flow_name}-summary",
             description=dataset.url,
         )
         verb = "reused" if self._reused else "wrote"
         get_run_logger().info("%s %s in %.1f s", verb, dataset.url, seconds)
         return StageResult(
-            stage=dataset.stage,
+            stage=str(flow_run.flow_name),
             path=dataset.path,
             url=dataset.url,
             fingerprint=dataset.fingerprint,

@@ -81,10 +81,11 @@ def _exports(facts: dict) -> Iterable[str]:
 
 
 _DESCRIBE = {
-    "corpora": _corpus,
-    "tokens": _tokens,
-    "hidden": _hidden,
-    "runs": _runs,
-    "evaluations": _evaluations,
-    "exports": _exports,
+    "curate": _corpus,
+    "regenerate": _corpus,
+    "tokenize": _tokens,
+    "extract": _hidden,
+    "train": _runs,
+    "evaluate": _evaluations,
+    "export": _exports,
 }
