@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -40,10 +40,11 @@ IMPATIENT = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 
 
 class ObjectInfo(NamedTuple):
-    """Key relative to the listing `Storage`, and size in bytes."""
+    """Key relative to the listing `Storage`, size in bytes, and when it was last written."""
 
     key: str
     size: int
+    modified: datetime
 
 
 class Storage:
@@ -148,7 +149,7 @@ class Storage:
         try:
             for page in obstore.list(self._store, prefix=self._full(prefix) or None):
                 for entry in page:
-                    yield ObjectInfo(entry["path"][cut:], entry["size"])
+                    yield ObjectInfo(entry["path"][cut:], entry["size"], entry["last_modified"])
         except FileNotFoundError:
             return
         except BaseError as error:

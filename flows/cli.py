@@ -14,6 +14,7 @@ from rich.table import Table
 
 from dflash_core.errors import DFlashError, InputError
 from flows import params as models
+from flows import store_cli
 
 app = typer.Typer(
     help="From conversations to a DFlash drafter that vLLM and SGLang load.",
@@ -21,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
+app.add_typer(store_cli.app, name="store")
 console = Console()
 
 FLOWS = {

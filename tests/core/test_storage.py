@@ -19,7 +19,7 @@ def test_put_get_range_list_and_delete(storage):
     assert child.get("a") == b"0123456789"
     assert bytes(child.get_range("a", 2, 3)) == b"234"
     assert [bytes(r) for r in child.get_ranges("a", [0, 8], [2, 2])] == [b"01", b"89"]
-    assert [tuple(i) for i in child.list()] == [("a", 10)]
+    assert [(i.key, i.size) for i in child.list()] == [("a", 10)]
     assert [i.key for i in storage.list("x")] == ["x/y/a"]
     child.delete(["a"])
     assert not child.exists("a")

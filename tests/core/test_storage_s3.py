@@ -21,7 +21,7 @@ def test_put_get_list_delete_and_create_only(s3_url):
     assert not storage.put_new("a/b", b"other")
     assert storage.get("a/b") == b"mine"
     assert bytes(storage.get_range("a/b", 1, 2)) == b"in"
-    assert [tuple(info) for info in storage.list()] == [("a/b", 4)]
+    assert [(info.key, info.size) for info in storage.list()] == [("a/b", 4)]
     storage.delete(["a/b"])
     with pytest.raises(FileNotFoundError):
         storage.get("a/b")

@@ -1,0 +1,162 @@
+"""`dflash store`: plan, status, verify, repair, gc, export-sample of a hidden-state store."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from dflash_core.config import ExtractConfig, TargetConfig
+from dflash_core.errors import InputError
+
+if TYPE_CHECKING:
+    from dflash_core.manifest import Dataset
+
+app = typer.Typer(help="Keep a hidden-state store.", no_args_is_help=True)
+console = Console()
+
+Root = Annotated[str, typer.Option(help="Folder or s3://bucket/prefix.")]
+Path_ = Annotated[str, typer.Argument(metavar="STORE", help="Such as hidden/demo-0123456789ab.")]
+LEVELS = ("index", "list", "full")
+
+
+def _open(root: str, path: str) -> Dataset:
+    from dflash_core.manifest import Dataset
+    from dflash_core.storage import Storage
+
+    dataset = Dataset.open(Storage.from_url(root), path)
+    if dataset.stage != "hidden":
+        raise InputError(
+            f"{path} is an output of the {dataset.stage} stage, expected a hidden/... path"
+        )
+    return dataset
+
+
+@app.command()
+def plan(
+    tokens: Annotated[str, typer.Argument(help="Such as tokens/demo-0123456789ab.")],
+    target: Annotated[str, typer.Option(help="Hugging Face id or folder.")],
+    tokens_per_s: Annotated[float, typer.Option(help="Measured rate of one device.")],
+    root: Root = "data",
+    dollars_per_gb_month: Annotated[float, typer.Option(help="Price of storage.")] = 0.023,
+) -> None:
+    """Tokens, packs, bytes, device hours and dollars per month, before anything is spent."""
+    from dflash_core import store
+    from dflash_core.manifest import Dataset
+    from dflash_core.storage import Storage
+
+    estimate = store.estimate(
+        Dataset.open(Storage.from_url(root), tokens),
+        TargetConfig(id=target),
+        ExtractConfig(),
+        tokens_per_s=tokens_per_s,
+        dollars_per_gb_month=dollars_per_gb_month,
+    )
+    for name, value in asdict(estimate).items():
+        text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+        console.print(f"{name.replace('_', ' '):18} {text}")
+
+
+@app.command()
+def status(store: Path_, root: Root = "data") -> None:
+    """Packs committed and missing, and what the store was computed from."""
+    from dflash_core import extraction
+    from dflash_core.hidden_states import read_contract, read_layout
+
+    dataset = _open(root, store)
+    missing, layout = extraction.missing(dataset), read_layout(dataset)
+    console.print(f"{layout.num_packs - len(missing):,} of {layout.num_packs:,} packs committed")
+    console.print("sealed" if dataset.complete else "not sealed")
+    table = Table("contract", "value", box=None, pad_edge=False)
+    for name, value in read_contract(dataset).items():
+        table.add_row(name, str(value))
+    console.print(table)
+
+
+@app.command()
+def verify(
+    store: Path_,
+    root: Root = "data",
+    level: Annotated[str, typer.Option(help="index, list or full; see the docs.")] = "list",
+    sample: Annotated[float, typer.Option(min=0, max=1, help="Share that full reads.")] = 1.0,
+) -> None:
+    """Exit status 0 when nothing is wrong, else 1 and one line for each bad pack."""
+    findings = _findings(_open(root, store), level, sample)
+    _print(findings)
+    sys.exit(1 if findings else 0)
+
+
+@app.command()
+def repair(
+    store: Path_,
+    root: Root = "data",
+    level: Annotated[
+        str, typer.Option(help="How thoroughly to look: index, list or full.")
+    ] = "full",
+    yes: Annotated[bool, typer.Option(help="Do it; without, only say what would be done.")] = False,
+) -> None:
+    """Turns bad packs into work for the extract stage; a dry run unless --yes."""
+    from dflash_core.store import repair as mend
+
+    dataset = _open(root, store)
+    findings = _findings(dataset, level, 1.0)
+    _print(findings)
+    if findings and yes:
+        mend(dataset, findings)
+        console.print("these packs are missing now; run the extract stage again to fill them")
+    elif findings:
+        console.print("nothing changed; --yes turns these packs into work")
+
+
+@app.command()
+def gc(
+    store: Path_,
+    root: Root = "data",
+    hours: Annotated[float, typer.Option(help="Leave what is younger: its writer may live.")] = 24,
+    yes: Annotated[bool, typer.Option(help="Delete; without, only say what would be.")] = False,
+) -> None:
+    """Objects that no commit record names; a dry run unless --yes."""
+    from dflash_core.store import garbage
+
+    dataset = _open(root, store)
+    found = garbage(dataset, older_than=timedelta(hours=hours))
+    size = sum(info.size for info in found)
+    verb = "deleted" if yes else "would delete"
+    if yes:
+        dataset.storage.delete([info.key for info in found])
+    console.print(f"{verb} {len(found):,} objects, {size / 1e6:,.1f} MB")
+
+
+@app.command()
+def export_sample(
+    store: Path_,
+    index: Annotated[int, typer.Argument(help="Sample index.")],
+    out: Annotated[Path, typer.Argument(help="safetensors file to write.")],
+    root: Root = "data",
+) -> None:
+    """Hidden states, token ids and loss mask of one sample as a safetensors file."""
+    from dflash_core.store import export_sample as export
+
+    data = export(_open(root, store), index)
+    out.write_bytes(data)
+    console.print(f"wrote {out}, {len(data):,} bytes")
+
+
+def _findings(dataset: Dataset, level: str, sample: float) -> list[Any]:
+    from dflash_core.store import verify as check
+
+    if level not in LEVELS:
+        raise InputError(f"level {level!r} is not known; use one of {', '.join(LEVELS)}")
+    return check(dataset, level, sample=sample)
+
+
+def _print(findings: list[Any]) -> None:
+    for finding in findings:
+        console.print(f"pack {finding.pack}: {finding.problem}", soft_wrap=True, highlight=False)
+    console.print("nothing is wrong" if not findings else f"{len(findings)} bad packs")
