@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 # A batch is narrowed once this share of it has ended; selecting rows copies the cache.
 _NARROW_AT = 0.25
+_RAGGED = 1.5  # longest prompt of a batch over its shortest, where padding is expensive
 _PROMPT_TOKENS = 2**16  # padded prompt tokens of a batch; bounds the memory of its first forward
 
 
@@ -85,12 +86,17 @@ class LocalAnswerer:
         return [answers[index] for index in range(len(prompts))]
 
     def _batches(self, lengths: dict[int, int]) -> Iterator[list[int]]:
-        """Keys in batches of similar length, so that little is padded."""
+        """Keys in batches of similar length."""
         batch: list[int] = []
+        shortest = 0
         for index, length in sorted(lengths.items(), key=lambda item: item[1]):
-            if batch and (len(batch) == self.batch or (len(batch) + 1) * length > _PROMPT_TOKENS):
+            full = len(batch) == self.batch or (len(batch) + 1) * length > _PROMPT_TOKENS
+            # On a CPU time goes with padded tokens; on a GPU a step costs the same for any batch.
+            ragged = self.model.device.type == "cpu" and length > _RAGGED * shortest + 32
+            if batch and (full or ragged):
                 yield batch
                 batch = []
+            shortest = shortest if batch else length
             batch.append(index)
         if batch:
             yield batch

@@ -253,9 +253,9 @@ def test_a_template_that_leaves_tool_calls_out_says_so():
     [
         ("call.function.arguments | tojson", "'' + call.function.arguments"),
         ("m.content or ''", "m.content + ''"),
-        ("m.tool_calls or []", "((m.tool_calls or []) if m.content is none else [])"),
+        ("m.tool_calls or []", "((m.tool_calls or []) if m.content is not string else [])"),
     ],
-    ids=["arguments as text", "content never none", "calls only where content is none"],
+    ids=["arguments as text", "content never none", "calls only where there is no content"],
 )
 def test_calls_are_handed_over_in_the_form_that_the_template_prints(original, changed):
     assert original in STABLE
