@@ -336,6 +336,19 @@ def test_packs_hold_every_sample_once_and_read_back_as_they_were_made(root, tmp_
     assert tokens.contract["thinking"] is False
 
 
+@pytest.mark.server
+def test_tokens_in_a_bucket_equal_those_in_a_folder(root, tmp_path, s3_url):
+    target = chats.target(tmp_path / "target")
+    _, local = run(root, conversations(10), target)
+    _, stored = run(Storage.from_url(s3_url), conversations(10), target)
+    assert stored.path == local.path
+    one, other = Tokens.open(local), Tokens.open(stored)
+    for index in range(one.num_packs):
+        np.testing.assert_array_equal(
+            one.read_pack(index).input_ids, other.read_pack(index).input_ids
+        )
+
+
 def test_packs_are_read_by_range_where_the_tokens_do_not_fit_in_memory(root, tmp_path, monkeypatch):
     _, dataset = run(root, conversations(30), chats.target(tmp_path / "target"))
     whole = Tokens.open(dataset)
