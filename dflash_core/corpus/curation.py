@@ -13,6 +13,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 
 from dflash_core.config import CurateConfig, SourceConfig
 from dflash_core.corpus.normalization import is_prompt_only, normalize
@@ -41,6 +42,7 @@ STAGE = CORPORA
 VERSION = 1
 
 PUBLISH = "publish"
+_LOOKED_AT = 100  # rows among which one must be readable before any work
 _REPORT_EVERY = 5000  # rows between two calls of progress
 _REJECTS_PER_FILE = 50_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -63,10 +65,11 @@ def plan(root: Storage, name: str, config: CurateConfig) -> Dataset:
 
 
 def check_sources(config: CurateConfig) -> dict[str, str]:
-    """What each source holds (see `Reader.identity`), after reading one row of each.
+    """What each source holds (see `Reader.identity`), after finding a row in each that can be read.
 
     Raises:
-        InputError: a source is named badly or twice, has an unknown reader, or cannot be read.
+        InputError: a source is named badly or twice, has an unknown reader, cannot be read, or is laid
+            out in another way than its reader expects.
     """
     names = [source.name for source in config.sources]
     if not names:
@@ -78,8 +81,7 @@ def check_sources(config: CurateConfig) -> dict[str, str]:
             )
     identities = {source.name: reader_of(source).identity(source) for source in config.sources}
     for source in config.sources:
-        if next(_read(source, identities[source.name]), None) is None:
-            raise InputError(f"source {source.name!r} has no rows; check {source.path!r}")
+        _require_layout(source, _read(source, identities[source.name]))
     return identities
 
 
@@ -149,6 +151,29 @@ def units(dataset: Dataset) -> list[str]:
 def _read(source: SourceConfig, identity: str) -> Iterator[Conversation | Reject]:
     # For a Hugging Face id the identity is the commit, so every unit reads what was planned.
     return reader_of(source).read(source.model_copy(update={"revision": identity}))
+
+
+def _require_layout(source: SourceConfig, rows: Iterator[Conversation | Reject]) -> None:
+    """Raises InputError when none of the first rows is a conversation in the reader's layout."""
+    reasons: Counter[str] = Counter()
+    for item in islice(rows, _LOOKED_AT):
+        if isinstance(item, Reject):
+            reasons[item.reason] += 1
+            continue
+        try:
+            normalize(item.messages, item.tools)
+        except Malformed as error:
+            reasons[error.reason] += 1
+        else:
+            return
+    if not reasons:
+        raise InputError(f"source {source.name!r} has no rows; check {source.path!r}")
+    [(reason, times)] = reasons.most_common(1)
+    layout = (reader_of(source).__doc__ or "").strip().split("\n")[0].rstrip(".")
+    raise InputError(
+        f"source {source.name!r}: none of the first {reasons.total()} rows of {source.path!r} can be read "
+        f"({times} times: {reason}); reader {source.reader!r} expects {layout}"
+    )
 
 
 # --- one source --------------------------------------------------------------------------------

@@ -194,11 +194,19 @@ def test_bad_source_names_are_refused(root, names, message):
         curation.plan(root, "test", config)
 
 
-def test_a_source_of_another_layout_is_refused_with_the_commonest_reason(root, tmp_path):
-    with pytest.raises(InputError, match=r"read none of its 2 rows \(2 times: no messages column"):
-        curate(root, source(tmp_path, "s", [{"text": "a"}, {"text": "b"}]))
+def test_a_source_of_another_layout_is_refused_before_any_work(root, tmp_path):
+    rows = ["{cut", {"text": "a"}, {"text": "b"}]
+    reason = r"first 3 rows .* \(2 times: no messages column\).* expects OpenAI chat rows"
+    with pytest.raises(InputError, match=reason):
+        curation.plan(root, "test", CurateConfig(sources=[source(tmp_path, "s", rows)]))
+    curation.plan(root, "test", CurateConfig(sources=[source(tmp_path, "u", [*rows, chat("x")])]))
     with pytest.raises(InputError, match="has no rows"):
         curation.plan(root, "test", CurateConfig(sources=[source(tmp_path, "t", [])]))
+
+
+def test_a_source_whose_rows_are_all_rejected_is_refused_with_the_commonest_reason(root, tmp_path):
+    with pytest.raises(InputError, match=r"read none of its 2 rows \(2 times: too many characters"):
+        curate(root, source(tmp_path, "s", [chat("a"), chat("b")]), max_characters=5)
 
 
 def test_rows_survive_parquet_and_a_changed_part_is_noticed(root, tmp_path):

@@ -59,7 +59,7 @@ def test_dataset_in_another_layout_says_which_it_expects(refused, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"foo": 1}) + "\n")
     sentence = refused(curate={"sources": [{"name": "x", "reader": "openai", "path": str(file)}]})
-    assert "messages" in sentence
+    assert "expects OpenAI chat rows: column `messages`" in sentence
 
 
 def test_unknown_reader_lists_the_known_ones(refused):
