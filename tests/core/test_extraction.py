@@ -138,6 +138,34 @@ def test_stored_rows_are_those_of_each_sample_alone(saved, root, family):
         torch.testing.assert_close(normed, result.hidden_states[4][0], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.server
+@pytest.mark.timeout(180)
+def test_stock_zarr_over_s3fs_gives_the_states_of_each_sample_alone(
+    saved, target, s3_server, s3_url
+):
+    """The whole way from the target to another project's reader: nothing of ours reads here."""
+    import zarr
+    from zarr.storage import FsspecStore
+
+    root = Storage.from_url(s3_url)
+    tokens = tokenize(root, target)
+    dataset, _ = extract(root, tokens, target)
+    options = {"client_kwargs": {"endpoint_url": s3_server.endpoint}}
+    store = FsspecStore.from_url(dataset.url, storage_options=options, read_only=True)
+    group = zarr.open_group(store, mode="r")
+    hidden, starts, lengths = group["hidden"], group["start"][:], group["length"][:]
+    model = load_causal_lm(target, torch.device("cpu"))
+    assert len(starts) == Tokens.open(tokens).num_samples > 3
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        ids = group["input_ids"][start : start + length].astype(np.int64)
+        with torch.no_grad():
+            result = model(torch.from_numpy(ids)[None], output_hidden_states=True, use_cache=False)
+        stored = torch.from_numpy(hidden[start : start + length].astype(np.float32))
+        for tap, layer in enumerate((0, 1)):
+            alone = result.hidden_states[layer + 1][0]
+            torch.testing.assert_close(stored[:, tap], alone, rtol=2**-8, atol=1e-3)
+
+
 def test_a_pack_holds_its_tokens_and_zeros_past_the_last_sample(root, tokens, target):
     dataset, _ = extract(root, tokens, target)
     reader, source = HiddenStates.open(dataset), Tokens.open(tokens)

@@ -1,0 +1,69 @@
+"""prefect.yaml as `prefect deploy` and the form in the UI will read it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.cli import FLOWS
+
+ROOT = Path(__file__).parents[2]
+DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+
+
+@pytest.fixture(params=DEPLOYMENTS, ids=lambda deployment: deployment["entrypoint"])
+def deployment(request):
+    return request.param
+
+
+@pytest.fixture
+def flow(deployment, monkeypatch):
+    """The flow, loaded from its file as a worker does."""
+    from prefect.flows import load_flow_from_entrypoint
+
+    monkeypatch.chdir(ROOT)
+    return load_flow_from_entrypoint(deployment["entrypoint"])
+
+
+def test_every_flow_is_deployed():
+    entrypoints = [deployment["entrypoint"] for deployment in DEPLOYMENTS]
+    assert sorted(entrypoints) == sorted(f"flows/{m}.py:{m}" for m, _, _ in FLOWS.values())
+
+
+def test_parameters_fit_the_form_and_give_the_defaults(deployment, flow):
+    from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
+    from prefect.utilities.schema_tools.validation import validate
+
+    values = hydrate(deployment["parameters"], HydrationContext())
+    validate(
+        values, flow.parameters.model_dump_for_openapi(), raise_on_error=True, preprocess=False
+    )
+    model = next(m for name, m, _ in FLOWS.values() if name == flow.name)
+    assert flow.validate_parameters(values)["params"] == model()
+
+
+def test_the_form_explains_every_parameter(flow):
+    schema = flow.parameters.model_dump_for_openapi()
+    silent = [
+        f"{model}.{name}"
+        for model, body in schema["definitions"].items()
+        for name, field in body.get("properties", {}).items()
+        if not field.get("description")
+    ]
+    assert silent == []
+    assert "root" in str(schema["definitions"]), "the walk found the parameters at all"
+
+
+def test_nothing_starts_by_itself(deployment):
+    assert deployment.get("work_pool", {}).get("name") == "dflash"
+    assert not any(schedule["active"] for schedule in deployment.get("schedules", []))
+    assert "triggers" not in deployment
+
+
+def test_no_secret_and_no_machine_in_the_file():
+    text = (ROOT / "prefect.yaml").read_text()
+    assert not re.search(r"secret|passw|access_key|api_key|\bhf_|AKIA|://", text, re.IGNORECASE)
+    assert not re.search(r"\s/\w", text), "an absolute path"

@@ -1,0 +1,147 @@
+"""The two ledgers: what is committed is answered from Prefect's cache, what is missing runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from itertools import chain
+
+import pytest
+
+from dflash_core.config import Config
+from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
+from tests.s3 import KEY, SECRET
+
+UNITS = ["a", "b", "c"]
+
+
+class SmallParams(Config):
+    root: str
+    """Root."""
+    name: str = "small"
+    """Name."""
+
+
+def small_stage(ran: list[str]):
+    """A stage of three units, one a task, in the form that the real ones have."""
+    from flows._common import Stage, progress_on_page, stage_flow, stage_task
+
+    @stage_task
+    def write_unit(params: SmallParams, path: str, units: list[str]) -> None:
+        """Commits units."""
+        dataset = Dataset.open(Storage.from_url(params.root), path)
+        with progress_on_page("small", units[0]) as progress:
+            for number, unit in enumerate(units, 1):
+                ran.append(unit)
+                dataset.commit(unit, {})
+                progress(number, len(units), {})
+
+    @stage_flow
+    def small(params: SmallParams) -> str:
+        stage = Stage(params.root)
+        dataset = Dataset.create(stage.root, "tokens", params.name, version=1, config={}, inputs={})
+        if stage.has_work(dataset):
+            missing = [unit for unit in UNITS if unit not in dataset.committed()]
+            stage.run(write_unit, params, UNITS, missing, span=1)
+        return dataset.path
+
+    return small
+
+
+def states_of(run_id) -> dict[str, str]:
+    """Name of the end state of each task run; they are recorded a moment after the flow has ended."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+
+    only = FlowRunFilter(id=FlowRunFilterId(any_=[run_id]))
+    deadline = time.monotonic() + 60
+    with get_client(sync_client=True) as client:
+        while time.monotonic() < deadline:
+            runs = client.read_task_runs(flow_run_filter=only)
+            states = {run.name: run.state for run in runs if run.state}
+            if len(states) == len(UNITS) and all(state.is_final() for state in states.values()):
+                return {name.split()[-1]: state.name for name, state in states.items()}
+            time.sleep(0.5)
+    raise AssertionError(f"task runs did not end: {states}")
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_committed_spans_end_as_cached_and_missing_ones_run_whatever_the_cache_says(
+    prefect_server, tmp_path
+):
+    ran: list[str] = []
+    small, params = small_stage(ran), SmallParams(root=str(tmp_path / "root"))
+
+    first = small(params, return_state=True)
+    assert states_of(first.state_details.flow_run_id) == dict.fromkeys(UNITS, "Completed")
+    assert ran == UNITS
+
+    second = small(params, return_state=True)
+    assert states_of(second.state_details.flow_run_id) == dict.fromkeys(UNITS, "Cached")
+    assert ran == UNITS
+
+    dataset = Dataset.open(Storage.from_url(params.root), first.result())
+    dataset.storage.delete(["_commits/b.json"])
+    third = small(params, return_state=True)
+    states = states_of(third.state_details.flow_run_id)
+    assert states == {"a": "Cached", "b": "Completed", "c": "Cached"}
+    assert ran == [*UNITS, "b"]
+    assert dataset.committed() == set(UNITS)
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_the_block_for_results_in_a_bucket_stores_no_credentials(prefect_server, s3_url):
+    from prefect_aws import S3Bucket
+
+    from flows._common import results_block
+
+    slug = results_block(Storage.from_url(s3_url))
+    block = S3Bucket.load(slug.removeprefix("s3-bucket/"))
+    assert f"s3://{block.bucket_name}/{block.bucket_folder}" == f"{s3_url}/_prefect"
+    stored = block.model_dump_json(context={"include_secrets": True})
+    assert SECRET not in stored
+    assert KEY not in stored
+    block.write_path("probe", b"written with the credentials of the environment")
+    assert Storage.from_url(s3_url).exists("_prefect/probe")
+
+
+def test_spans_hold_every_unit_once_in_order_and_are_never_too_many():
+    from flows._common import MAX_TASKS, spans
+
+    assert spans(UNITS, 2) == [["a", "b"], ["c"]]
+    many = list(range(5 * MAX_TASKS + 3))
+    cut = spans(many, 2)
+    assert len(cut) <= MAX_TASKS
+    assert list(chain.from_iterable(cut)) == many
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        ("StorageError", True),
+        ("InputError", False),
+        ("MismatchError", False),
+        (ConnectionError("reset"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (ValueError("a bug"), False),
+    ],
+    ids=str,
+)
+def test_only_what_may_pass_by_itself_is_tried_again(error, again):
+    from prefect.states import Failed
+
+    from dflash_core import errors
+    from flows._common import worth_retrying
+
+    if isinstance(error, str):
+        error = getattr(errors, error)("text")
+    assert worth_retrying(None, None, Failed(data=error)) is again
+
+
+def test_what_the_core_logs_at_info_reaches_the_page():
+    import flows._common  # noqa: F401
+
+    assert logging.getLogger("dflash_core").isEnabledFor(logging.INFO)
