@@ -10,8 +10,6 @@ Reference: DFlash, https://arxiv.org/abs/2602.06036; z-lab/dflash dflash/model.p
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +20,7 @@ from torch import Tensor
 from dflash_core.blocks import attention_masks
 from dflash_core.errors import InputError
 from dflash_core.model import Drafter, DrafterShape
-from dflash_core.target_cache import Snapshot
+from dflash_core.target_cache import Snapshot, cache_name
 
 
 @dataclass(frozen=True)
@@ -254,17 +252,10 @@ def _emit(
 def _forward(model: Any, rows: list[int], cache: Any, num_logits: int = 0) -> tuple[Tensor, Any]:
     """The target over the next rows: logits of the last `num_logits` of them, 0 for all, and its cache."""
     input_ids_BT = torch.tensor([rows], device=model.device)
-    name = _cache_name(type(model))
+    name = cache_name(type(model))
     options = {name: cache, "use_cache": True, "logits_to_keep": num_logits}
     out = model(input_ids=input_ids_BT, **options)
     return out.logits[0], getattr(out, name)
-
-
-@functools.cache
-def _cache_name(kind: Any) -> str:
-    """What a model calls its cache; Transformers is renaming it and warns about the old name."""
-    names = inspect.signature(kind.forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
 
 
 def _num_matching(drafts: list[int], answers: list[int]) -> int:

@@ -26,6 +26,7 @@ from dflash_core.target import (
     resolve_device,
     text_config,
 )
+from dflash_core.target_cache import cache_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -196,16 +197,17 @@ def generate(
     ended = [False] * len(prompts)
     alive = list(range(len(prompts)))  # which prompt each row of the batch is
     cache: Any = None
+    name = cache_name(type(model))
     for step in range(max_new_tokens):
         output = model(
             input_ids=ids_BT,
             attention_mask=mask_BT,
             position_ids=positions_BT,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{name: cache},
         )
-        cache = output.past_key_values
+        cache = getattr(output, name)
         next_B = pick(output.logits[:, -1], alive, step)
         for sequence, token in zip(alive, next_B.tolist(), strict=True):
             if not ended[sequence]:

@@ -15,6 +15,8 @@ and its recording mode does not cover recurrent states (huggingface/transformers
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +63,13 @@ class Snapshot:
         for layer, saved in pairs:
             _restore(layer, saved)
         return num_keep == 0
+
+
+@functools.cache
+def cache_name(kind: type) -> str:
+    """What models of this class call their cache; Transformers is renaming it and warns about the old name."""
+    names = inspect.signature(kind.forward).parameters  # ty: ignore[missing-attribute]
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _saved_state(layer: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dflash_core.target import load_causal_lm
-from dflash_core.target_cache import Snapshot
+from dflash_core.target_cache import Snapshot, cache_name
 from tests import targets
 
 CPU = torch.device("cpu")
@@ -32,7 +32,10 @@ def ids(num_rows, seed):
 
 @torch.no_grad()
 def run(model, rows, cache=None):
-    return model(input_ids=rows, past_key_values=cache, use_cache=True)
+    """Logits and the cache after these rows."""
+    name = cache_name(type(model))
+    out = model(input_ids=rows, use_cache=True, **{name: cache})
+    return out.logits, getattr(out, name)
 
 
 def tensors(cache):
@@ -57,7 +60,7 @@ def assert_same_state(model, cache, reference):
     # Counters that are no tensors show in what comes next: one more row, then several.
     for rows in (ids(1, seed=7), ids(5, seed=8)):
         torch.testing.assert_close(
-            run(model, rows, cache).logits, run(model, rows, reference).logits, atol=2e-3, rtol=1e-3
+            run(model, rows, cache)[0], run(model, rows, reference)[0], atol=2e-3, rtol=1e-3
         )
 
 
@@ -70,12 +73,12 @@ def test_state_after_rollback_is_that_of_the_kept_rows_alone(models, family, num
     model = models(family)
     prompt, block = ids(num_prompt, seed=1), ids(num_rows, seed=2)
     for num_keep in {0, 1, num_rows // 2, num_rows - 1, num_rows}:
-        cache = run(model, prompt).past_key_values
+        cache = run(model, prompt)[1]
         snapshot = Snapshot(cache)
         run(model, block, cache)
         if not snapshot.rollback(num_keep):
             run(model, block[:, :num_keep], cache)
-        reference = run(model, prompt).past_key_values
+        reference = run(model, prompt)[1]
         if num_keep:
             run(model, block[:, :num_keep], reference)
         assert_same_state(model, cache, reference)
@@ -85,7 +88,7 @@ def test_state_after_rollback_is_that_of_the_kept_rows_alone(models, family, num
 def test_only_recurrent_layers_and_overrun_windows_need_the_rows_again(models, family):
     model = models(family)
     for num_rows in (4, WINDOW):
-        cache = run(model, ids(20, seed=1)).past_key_values
+        cache = run(model, ids(20, seed=1))[1]
         snapshot = Snapshot(cache)
         run(model, ids(num_rows, seed=2), cache)
         overrun = num_rows >= WINDOW and family in {"gemma3_text", "gpt_oss"}
@@ -95,7 +98,7 @@ def test_only_recurrent_layers_and_overrun_windows_need_the_rows_again(models, f
 @pytest.mark.parametrize("family", KINDS)
 def test_a_snapshot_is_not_changed_by_later_forwards(models, family):
     model = models(family)
-    cache = run(model, ids(20, seed=1)).past_key_values
+    cache = run(model, ids(20, seed=1))[1]
     before = {name: tensor.clone() for name, tensor in tensors(cache).items()}
     snapshot = Snapshot(cache)
     run(model, ids(1, seed=2), cache)  # one row takes another path through the convolution
