@@ -309,7 +309,8 @@ def mask_token_id(target: TargetConfig) -> int:
     """The id for unknown slots: it has an embedding row and ordinary text never produces it.
 
     Taken in this order: a token named like `<|mask|>`; a reserved or unused added token; a row past the
-    tokenizer's last id (Qwen3: 151669, as z-lab takes it). Padding, end, begin and template tokens never.
+    tokenizer's last id (Qwen3: 151669, as z-lab takes it); the last special token that the template does
+    not print (SmolLM2: `<empty_output>`). Padding, end, begin and template tokens never.
 
     Raises:
         InputError: the target has none of these.
@@ -331,8 +332,11 @@ def mask_token_id(target: TargetConfig) -> int:
     for index in range(beyond, rows):
         if index not in taken:
             return index
+    special = [index for index, token in tokenizer.added_tokens_decoder.items() if token.special]
+    for index in sorted(set(special) & set(free.values()), reverse=True):
+        return index
     raise InputError(
-        f"target {target.id!r} has no token that text never produces: no mask or reserved token, and all "
+        f"target {target.id!r} has no token that text never produces: no mask, reserved or other special token, and all "
         f"{rows} embedding rows are in use; set mask_token_id to one you know to be unused"
     )
 

@@ -32,7 +32,7 @@ from dflash_core.checkpoint import (
     shape_as_json,
     unit_of,
 )
-from dflash_core.config import Runtime, TargetConfig, TrainConfig
+from dflash_core.config import DrafterConfig, Runtime, TargetConfig, TrainConfig
 from dflash_core.data import packs_of_step, read_ahead
 from dflash_core.errors import DFlashError, InputError, MismatchError
 from dflash_core.loss import SlotCounts, weighted_loss
@@ -299,18 +299,31 @@ def _config(dataset: Dataset) -> TrainConfig:
     return TrainConfig.model_validate(dataset.config)
 
 
+def drafter_shape(
+    target: TargetConfig, layer_ids: list[int], config: DrafterConfig
+) -> DrafterShape:
+    """The shape of a drafter for this target; reads its configuration and tokenizer only.
+
+    Raises:
+        InputError: the values cannot go together, or no mask token can be found.
+    """
+    from dflash_core.target import mask_token_id, text_config
+
+    chosen = config.mask_token_id
+    mask_id = chosen if chosen >= 0 else mask_token_id(target)
+    return resolve_shape(config, text_config(target), layer_ids, mask_id)
+
+
 def _resolve(store: HiddenStates, target: TargetConfig, config: TrainConfig) -> DrafterShape:
     """The drafter's shape, after checking that the store belongs to this target."""
-    from dflash_core.target import identify, mask_token_id, text_config
+    from dflash_core.target import identify
 
     ours = identify(target).contract()
     theirs = {key: store.contract.get(key) for key in ours}
     advice = "extract with this target, or train with the target of the hidden states"
     require_same(f"target {target.id!r} and the hidden states", ours, theirs, advice)
-    chosen = config.drafter.mask_token_id
-    mask_id = chosen if chosen >= 0 else mask_token_id(target)
     layer_ids = store.contract["target_layer_ids"]
-    shape = resolve_shape(config.drafter, text_config(target), layer_ids, mask_id)
+    shape = drafter_shape(target, layer_ids, config.drafter)
     if (store.hidden_size, store.num_taps) != (shape.hidden_size, len(layer_ids)):
         raise MismatchError(
             f"the hidden states hold {store.num_taps} taps of {store.hidden_size}, expected "

@@ -272,6 +272,11 @@ def test_a_reserved_token_comes_before_a_free_row_and_a_mask_token_before_both(t
     assert mask_token_id(with_tokens(tiny, "<|tool|>", "<|reserved_0|>", "<|MASK|>")) == 261
 
 
+def test_without_any_of_these_the_last_special_token_that_the_template_does_not_print(tmp_path):
+    full = with_tokens(qwen3(tmp_path, vocab_size=261), "<|tool|>", "<|empty|>")
+    assert mask_token_id(full) == 260
+
+
 def test_a_mask_token_in_use_elsewhere_is_not_taken(tiny):
     with_tokens(tiny, "<|mask|>")
     edit_json(tiny.id, "config.json", pad_token_id=259)

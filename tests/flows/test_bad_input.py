@@ -81,6 +81,12 @@ def test_vocabulary_mismatch(refused, tmp_path):
     assert "100 rows" in refused(target={"id": small.id})
 
 
+def test_a_drafter_that_cannot_be_made(refused):
+    sentence = refused(train={"drafter": {"mask_token_id": 9999}})
+    assert "mask_token_id 9999 has no embedding row" in sentence
+    assert "names layer 40" in refused(extract={"target_layer_ids": [1, 40]})
+
+
 def test_unknown_scheme_of_the_root(refused):
     assert "gs" in refused(root="gs://bucket/x")
 
