@@ -36,6 +36,8 @@ def ui(tmp_path):
             stderr=out,
             env=env | {"DFLASH_PORT": str(port)},
             start_new_session=True,
+            # As in a terminal; a shell's background job, such as a CI step may be, ignores Ctrl-C.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
         deadline = time.monotonic() + 240
