@@ -29,6 +29,9 @@ def ui(tmp_path):
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PREFECT_HOME": str(tmp_path / "home"), "PATH": path}
     log = tmp_path / "up.log"
+    # A shell's background job, as a CI step may be, ignores Ctrl-C, and its children inherit that;
+    # a handler here is reset to the default in them.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as out:
         process = subprocess.Popen(
             [ROOT / "deployments" / "up"],
@@ -36,9 +39,8 @@ def ui(tmp_path):
             stderr=out,
             env=env | {"DFLASH_PORT": str(port)},
             start_new_session=True,
-            # As in a terminal; a shell's background job, such as a CI step may be, ignores Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
+    signal.signal(signal.SIGINT, before)
     try:
         deadline = time.monotonic() + 240
         while "UI: " not in log.read_text():
