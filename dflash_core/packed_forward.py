@@ -146,4 +146,6 @@ def _packed_convolution(original: Callable) -> Callable:
         return (result[0] if isinstance(result, tuple) else result).transpose(1, 2)
 
     convolve.packs = True  # ty: ignore[missing-attribute]
+    # What `target.gdn_backend` looks through to name the implementation.
+    convolve.by_device = getattr(original, "by_device", original)  # ty: ignore[missing-attribute]
     return convolve
