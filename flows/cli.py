@@ -150,6 +150,22 @@ for _name, (_module, _model, _text) in FLOWS.items():
 
 
 @app.command()
+def deploy(
+    profile: Annotated[str, typer.Option(help="laptop, node or cluster.")] = "laptop",
+    overrides: Overrides = [],  # noqa: B006 - typer copies it
+    parameters: ShowParameters = False,
+) -> None:
+    """Sets up the server of PREFECT_API_URL: blocks, limits, queues, automations, deployments."""
+    from flows.deploy import Setup, deploy
+
+    if parameters:
+        console.print(parameter_table(Setup))
+        return
+    for line in deploy(load_params(Setup, None, [f"profile={profile}", *overrides])):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def status(
     root: Annotated[str, typer.Argument(help="Folder or s3://bucket/prefix.")] = "data",
 ) -> None:
@@ -192,3 +208,7 @@ def run_module(name: str) -> None:
     """`python -m flows.<name>`: the same as the command of that flow."""
     command = next(command for command, (module, *_) in FLOWS.items() if module == name)
     main([command, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

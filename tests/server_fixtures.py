@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tests.prefect_server import PrefectServer
 from tests.s3 import BUCKET, S3Server
 
 
@@ -29,13 +30,20 @@ def s3_url(s3_server, request):
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory):
-    """A Prefect server on a database of its own; starting it takes up to a minute."""
-    os.environ.setdefault("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
-    import flows
+def prefect_service(tmp_path_factory):
+    """A Prefect server, set up by `dflash deploy`; one for the session, since starting takes half a minute."""
+    server = PrefectServer(tmp_path_factory.mktemp("prefect"))
+    server.start()
+    server.deploy()
+    yield server
+    server.stop()
 
-    assert flows.SETTINGS  # they must be in the environment before Prefect is imported
-    from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
+@pytest.fixture
+def prefect_server(prefect_service):
+    """The same server, talked to by flows that the test calls in its own process."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+    updates = {PREFECT_API_URL: prefect_service.api_url, PREFECT_HOME: prefect_service.folder}
+    with temporary_settings(updates):
+        yield prefect_service

@@ -28,9 +28,11 @@ def flow(deployment, monkeypatch):
     return load_flow_from_entrypoint(deployment["entrypoint"])
 
 
-def test_every_flow_is_deployed():
-    entrypoints = [deployment["entrypoint"] for deployment in DEPLOYMENTS]
-    assert sorted(entrypoints) == sorted(f"flows/{m}.py:{m}" for m, _, _ in FLOWS.values())
+def test_every_flow_is_deployed_under_its_own_name():
+    entrypoints = {deployment["entrypoint"] for deployment in DEPLOYMENTS}
+    assert entrypoints >= {f"flows/{m}.py:{m}" for m, _, _ in FLOWS.values()}
+    names = [(deployment["entrypoint"], deployment["name"]) for deployment in DEPLOYMENTS]
+    assert len(set(names)) == len(names)
 
 
 def test_parameters_fit_the_form_and_give_the_defaults(deployment, flow):
@@ -58,7 +60,10 @@ def test_the_form_explains_every_parameter(flow):
 
 
 def test_nothing_starts_by_itself(deployment):
-    assert deployment.get("work_pool", {}).get("name") == "dflash"
+    assert deployment["work_pool"]["name"] == "dflash"
+    assert deployment["work_pool"]["work_queue_name"] in ("cpu", "gpu")
+    assert {"dflash"} < set(deployment["tags"])
+    assert deployment["description"].strip()
     assert not any(schedule["active"] for schedule in deployment.get("schedules", []))
     assert "triggers" not in deployment
 

@@ -1,0 +1,125 @@
+"""What the server does by itself: notices dead and stalled runs, starts crashed ones again, tells people.
+
+Automations are found by name, so setting them up again changes them in place.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from uuid import UUID
+
+from prefect.automations import (
+    AutomationCore,
+    ChangeFlowRunState,
+    DoNothing,
+    EventTrigger,
+    Posture,
+    SendNotification,
+)
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import StateType
+
+from flows.events import COMMITTED, ENDED, STARTED
+
+HEARTBEATS_MISSED_S = 90  # three of the 30 s that `flows.SETTINGS` asks for
+RUN = (
+    "{{ flow_run.name }} of {{ flow.name }}: {{ flow_run.state.name }} {{ flow_run.state.message }}"
+)
+
+
+def ensure(client: SyncPrefectClient, *, stall_minutes: float, notify: UUID | None) -> list[str]:
+    """Creates the automations or brings them up to date. Returns their names.
+
+    Args:
+        stall_minutes: time without a committed unit after which a running stage counts as stalled.
+        notify: id of a notification block; without one, stalls and failures show in the UI only.
+    """
+    names = []
+    for automation in _automations(stall_minutes, notify):
+        known = client.read_automations_by_name(automation.name)
+        if known:
+            client.update_automation(known[0].id, automation)
+        else:
+            client.create_automation(automation)
+        names.append(automation.name)
+    return names
+
+
+def _automations(stall_minutes: float, notify: UUID | None) -> list[AutomationCore]:
+    return [
+        AutomationCore(
+            name="dflash: dead runs count as crashed",
+            description="A machine that goes away takes worker and run along; only heartbeats tell.",
+            trigger=EventTrigger(
+                after={"prefect.flow-run.heartbeat"},
+                expect={"prefect.flow-run.*"},
+                match={"prefect.resource.id": "prefect.flow-run.*"},
+                match_related=_tagged("dflash"),
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(seconds=HEARTBEATS_MISSED_S),
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    state=StateType.CRASHED, message="no heartbeat: process or machine is gone"
+                )
+            ],
+        ),
+        AutomationCore(
+            name="dflash: crashed runs start again",
+            description="The same run continues from its commit records; it gives up after a few times.",
+            trigger=EventTrigger(
+                expect={"prefect.flow-run.Crashed"},
+                match={"prefect.resource.id": "prefect.flow-run.*"},
+                match_related=_tagged("resumable"),
+                posture=Posture.Reactive,
+                threshold=1,
+                within=timedelta(seconds=0),
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    state=StateType.SCHEDULED,
+                    name="AwaitingRetry",
+                    message="continues from its commit records",
+                )
+            ],
+        ),
+        AutomationCore(
+            name="dflash: stalled stages",
+            description=f"A stage that runs committed nothing for {stall_minutes:g} minutes.",
+            trigger=EventTrigger(
+                after={STARTED, COMMITTED},
+                expect={COMMITTED, ENDED},
+                match={"prefect.resource.id": "dflash.stage.*"},
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(minutes=stall_minutes),
+            ),
+            actions=[_tell(notify, "DFlash: no progress", "{{ event.resource.name }} is stalled")],
+        ),
+        AutomationCore(
+            name="dflash: failed runs",
+            description="A run failed for good: its input is bad, or retries did not help.",
+            trigger=EventTrigger(
+                expect={"prefect.flow-run.Failed", "prefect.flow-run.TimedOut"},
+                match={"prefect.resource.id": "prefect.flow-run.*"},
+                match_related=_tagged("dflash"),
+                posture=Posture.Reactive,
+                threshold=1,
+                within=timedelta(seconds=0),
+            ),
+            actions=[_tell(notify, "DFlash: run failed", RUN)],
+        ),
+    ]
+
+
+def _tagged(tag: str) -> dict[str, str]:
+    return {"prefect.resource.id": f"prefect.tag.{tag}", "prefect.resource.role": "tag"}
+
+
+def _tell(notify: UUID | None, subject: str, body: str) -> DoNothing | SendNotification:
+    if notify is None:
+        return DoNothing()
+    return SendNotification(block_document_id=notify, subject=subject, body=body)

@@ -1,0 +1,146 @@
+"""`dflash deploy`: what stands on the server afterwards, once and again."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+
+import pytest
+
+from dflash_core.errors import InputError
+from flows.deploy import Setup, _job_template, deploy, merged, prefect_file
+from tests.s3 import KEY, SECRET
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_deploying_again_makes_nothing_twice(prefect_server):
+    from prefect.client.orchestration import get_client
+
+    def standing(client):
+        pool = client.read_work_pool("dflash")
+        queues = client.read_work_queues()
+        return {
+            "pool": pool.type,
+            "queues": sorted((q.name, q.concurrency_limit) for q in queues),
+            "automations": sorted(a.name for a in client.read_automations()),
+            "limits": sorted(limit.name for limit in client.read_global_concurrency_limits(200)),
+            "deployments": sorted(d.entrypoint for d in client.read_deployments()),
+            "active": [s for d in client.read_deployments() for s in d.schedules if s.active],
+        }
+
+    with get_client(sync_client=True) as client:
+        before = standing(client)
+        prefect_server.deploy("--profile", "node", "-s", "gpus=2")
+        after = standing(client)
+        assert after["queues"] == [("cpu", None), ("default", None), ("gpu", 1)]
+        assert len(after["limits"]) == len(before["limits"]) + 2
+        assert len(after["automations"]) == 4
+        assert after["active"] == []
+        same = ("pool", "queues", "automations", "deployments")
+        assert {key: before[key] for key in same} == {key: after[key] for key in same}
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_stored_credentials_reach_runs_by_reference_only(prefect_server, s3_server):
+    from prefect.client.orchestration import get_client
+    from prefect_aws import AwsCredentials
+
+    from flows.deploy import _blocks
+
+    setup = Setup(store_credentials=True)
+    assert list(_blocks(setup)) == ["block aws-credentials/dflash"]
+    block = AwsCredentials.load("dflash")
+    assert block.aws_secret_access_key.get_secret_value() == SECRET
+    assert SECRET not in str(block)
+    assert SECRET not in json.dumps(prefect_file(setup))
+    assert KEY not in json.dumps(prefect_file(setup))
+    env = prefect_file(setup)["deployments"][0]["work_pool"]["job_variables"]["env"]
+
+    from prefect.utilities.asyncutils import run_coro_as_sync
+    from prefect.utilities.templating import resolve_block_document_references
+
+    with get_client(sync_client=True):
+        resolved = run_coro_as_sync(resolve_block_document_references(env))
+    assert resolved["AWS_ACCESS_KEY_ID"] == KEY
+    assert resolved["AWS_SECRET_ACCESS_KEY"] == SECRET
+    assert resolved["AWS_ENDPOINT_URL"] == s3_server.endpoint
+
+
+class Registry:
+    """What the server answers about worker types, from the file it reads itself."""
+
+    def read_worker_metadata(self):
+        folder = importlib.resources.files("prefect.server.api") / "collections_data/views"
+        return json.loads((folder / "aggregate-worker-metadata.json").read_text())
+
+
+@pytest.mark.parametrize("pool_type", ["kubernetes", "ecs"])
+def test_job_templates_fit_the_worker_and_ask_for_gpus(pool_type):
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.utilities.templating import find_placeholders
+
+    template = _job_template(Registry(), pool_type)
+    WorkPoolCreate(name="x", type=pool_type, base_job_template=template)
+    known = set(template["variables"]["properties"])
+    used = {place.name for place in find_placeholders(template["job_configuration"])}
+    assert used <= known
+    setup = Setup(
+        profile="cluster", pool_type=pool_type, gpus=8, git="https://host/repo", commit="0" * 40
+    )
+    by_queue = {
+        deployment["work_pool"]["work_queue_name"]: deployment["work_pool"].get("job_variables", {})
+        for deployment in prefect_file(setup)["deployments"]
+    }
+    assert "8" in json.dumps(by_queue["gpu"])
+    assert by_queue["cpu"] == {}
+    assert set(by_queue["gpu"]) <= known
+
+
+def test_kubernetes_jobs_have_gpus_and_shared_memory():
+    template = _job_template(Registry(), "kubernetes")
+    pod = template["job_configuration"]["job_manifest"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == "{{ image }}"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "{{ gpus }}"
+    assert container["resources"]["limits"]["memory"] == "{{ memory_limit }}"
+    assert container["volumeMounts"][0]["name"] == pod["volumes"][0]["name"]
+
+
+def test_code_comes_from_where_it_is_said():
+    git = prefect_file(Setup(git="https://host/repo", commit="a" * 40))
+    assert git["pull"][0]["prefect.deployments.steps.git_clone"]["commit_sha"] == "a" * 40
+    bucket = prefect_file(Setup(code="s3://bucket/code/v1"))
+    for way in ("push", "pull"):
+        ((step, values),) = bucket[way][0].items()
+        assert step.startswith(f"prefect_aws.deployments.steps.{way}")
+        assert (values["bucket"], values["folder"]) == ("bucket", "code/v1")
+
+
+@pytest.mark.parametrize(
+    ("setup", "words"),
+    [
+        ({"git": "https://host/repo"}, "git and commit belong together"),
+        ({"code": "/some/folder"}, "not an s3:// URL"),
+        ({"profile": "cluster"}, "need the code"),
+        ({"pool_type": "ecs"}, "needs --profile cluster"),
+        ({"store_credentials": True}, "AWS_ACCESS_KEY_ID is not set"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(setup, words, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    with pytest.raises(InputError, match=words):
+        next(deploy(Setup(**setup)))
+
+
+def test_without_a_server_it_says_how_to_get_one(monkeypatch):
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with pytest.raises(InputError, match="make ui"):
+        next(deploy(Setup()))
+
+
+def test_merging_goes_key_by_key_and_place_by_place():
+    base = {"a": [{"x": 1, "y": 2}, 3], "b": 1}
+    assert merged(base, {"a": [{"y": 5}], "c": 7}) == {"a": [{"x": 1, "y": 5}, 3], "b": 1, "c": 7}

@@ -1,0 +1,100 @@
+"""A real Prefect server and real workers for tests: processes of their own, killed and started at will."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from flows import SETTINGS
+
+HOME = Path(__file__).parents[1]
+PREFECT = str(Path(sys.executable).parent / "prefect")
+
+
+class PrefectServer:
+    """One server on one database; `kill` and `start` again make an outage."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.api_url = f"http://127.0.0.1:{self.port}/api"
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What a client or a worker needs to find it."""
+        return SETTINGS | {
+            "PREFECT_HOME": str(self.folder),
+            "PREFECT_API_URL": self.api_url,
+            "PREFECT_SERVER_API_PORT": str(self.port),
+            "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PYTHONPATH": str(HOME),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def start(self, wait_s: float = 240) -> None:
+        command = [PREFECT, "server", "start", "--host", "127.0.0.1"]
+        self._process = start_logged(command, self.environment, self.folder / "server.log")
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                urllib.request.urlopen(f"{self.api_url}/health", timeout=2).close()
+                return
+            except OSError:
+                time.sleep(0.3)
+        raise RuntimeError((self.folder / "server.log").read_text()[-3000:])
+
+    def kill(self) -> None:
+        end(self._process, signal.SIGKILL)
+
+    def stop(self) -> None:
+        end(self._process, signal.SIGTERM)
+
+    def deploy(self, *options: str) -> str:
+        """`dflash deploy` against it; what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.cli", "deploy", *options],
+            env=os.environ | self.environment,
+            cwd=HOME,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def worker(self, name: str, queue: str, **environment: str) -> subprocess.Popen:
+        """A worker of a queue, one run at a time, in a process group of its own."""
+        command = [PREFECT, "worker", "start", "--pool", "dflash", "--work-queue", queue]
+        command += ["--name", name, "--limit", "1"]
+        log = self.folder / f"{name}.log"
+        return start_logged(command, self.environment | environment, log)
+
+
+def start_logged(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
+    """A process in a group of its own that writes to `log`."""
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, env=os.environ | environment, start_new_session=True
+        )
+
+
+def end(process: subprocess.Popen | None, how: signal.Signals) -> None:
+    """Sends a signal to the whole process group and waits until its leader is gone."""
+    if process is None or process.poll() is not None:
+        return
+    os.killpg(process.pid, how)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
