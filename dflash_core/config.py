@@ -195,5 +195,11 @@ class Runtime(Config):
     """Packs read ahead of training."""
     span_packs: int = Field(default=8, ge=1)
     """Packs of one extraction task."""
+    device_processes: int = Field(default=0, ge=0)
+    """Processes that keep the target loaded for extraction and regeneration; 0 takes one for each GPU and,
+    without a GPU, none: the flow's own process computes."""
+    units_per_run: int = Field(default=0, ge=0)
+    """Packs, or parts of rows, that a child run takes when the workers of the gpu queue share extraction or
+    regeneration; an hour of work each is a good size. 0 computes in the run itself."""
     slow_kernels: bool = False
     """Go on without the fast kernels of a hybrid target on a GPU, 5 to 10 times slower."""

@@ -23,3 +23,7 @@ class MismatchError(DFlashError):
 
 class CorruptError(DFlashError):
     """Committed data does not match its commit record."""
+
+
+class DeviceError(DFlashError):
+    """A GPU, or the process that worked on it, was lost; the same work may succeed on a new one."""

@@ -214,6 +214,14 @@ class Dataset:
     def facts(self) -> dict:
         return self.manifest()["facts"]
 
+    def reopen(self) -> None:
+        """Takes back manifest and commit records, in this order, so that every unit is work again.
+
+        A reader in between sees an incomplete dataset, never a wrong one.
+        """
+        self.storage.delete(["manifest.json"])
+        self.storage.delete([info.key for info in self.storage.list(_RECORDS)])
+
     def require_stage(self, stage: str) -> Dataset:
         """Itself, when it is a complete output of `stage`; what a reading stage calls first."""
         if self.stage != stage:

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from threading import Lock
+from threading import Event, Lock, Semaphore
 from types import FunctionType
 from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -31,14 +31,24 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import exponential_backoff
 from pydantic import BaseModel
 
-from dflash_core.errors import DFlashError, StorageError
+from dflash_core.device_work import Job, Workers, devices_of, open_workers
+from dflash_core.errors import DeviceError, DFlashError, StorageError
 from dflash_core.manifest import Dataset, canonical_json, sha256
 from dflash_core.progress import Progress
 from dflash_core.storage import Storage
+from flows import events
+from flows.gpu_limits import holding
+from flows.params import StageParams
 
 MAX_TASKS = 1000  # task runs of one flow run; beyond a few thousand the UI loses some
 PROGRESS_EVERY_S = 5.0  # an update costs the server about 90 ms
 LOG_EVERY_S = 60.0
+MAX_STARTS = (
+    6  # of one flow run: an automation starts crashed runs again, and has no limit of its own
+)
+
+_stopping = Event()  # the run was cancelled: threads of tasks end at their next step
+_workers: dict[str, Workers] = {}  # of the datasets that are being filled, by path
 
 Unit = TypeVar("Unit")
 
@@ -55,11 +65,15 @@ class StageResult(BaseModel):
     facts: dict[str, Any]
 
 
+class Stopped(DFlashError):
+    """The run was cancelled or told to end; what is committed stays."""
+
+
 def worth_retrying(_task: Any, _run: Any, state: Any) -> bool:
-    """True for errors that may pass by themselves: storage, network, a full or lost device."""
+    """True for errors that may pass by themselves: storage, network, a lost or full device."""
     error = state.result(raise_on_failure=False)
     if isinstance(error, DFlashError):
-        return isinstance(error, StorageError)
+        return isinstance(error, (StorageError, DeviceError)) and not _stopping.is_set()
     return isinstance(error, (ConnectionError, TimeoutError)) or "CUDA" in str(error)
 
 
@@ -72,12 +86,12 @@ def _cache_key(context: Any, parameters: dict[str, Any]) -> str:
 
 
 def stage_flow(function: FunctionType) -> Any:
-    """A flow of this project. Its one parameter is `params`.
+    """A flow of this project. Its first parameter is `params`.
 
-    One task at a time: a stage's work fills the device, and the next task starts where the last left it.
+    `Stage.run` bounds the tasks that run at a time; threads are there for as many devices as a machine has.
     """
     name = function.__name__
-    runner: Any = ThreadPoolTaskRunner(max_workers=1)
+    runner: Any = ThreadPoolTaskRunner(max_workers=64)
     return flow(name=name, flow_run_name=f"{name}-{{params.name}}", task_runner=runner)(function)
 
 
@@ -128,37 +142,78 @@ def spans(units: Sequence[Unit], size: int) -> list[list[Unit]]:
 class Stage:
     """One run of a stage inside its flow; ask `has_work` first, then `run`, then `publish`."""
 
-    def __init__(self, root_url: str) -> None:
-        self.root = Storage.from_url(root_url)
+    def __init__(self, params: StageParams) -> None:
+        """Raises DFlashError when this flow run was started too often."""
+        starts = flow_run.run_count or 0
+        if starts > MAX_STARTS:
+            raise DFlashError(
+                f"this run was started {starts - 1} times and always crashed; look at its log, then start a "
+                "new run, which continues from the commit records"
+            )
+        self.params = params
+        self.root = Storage.from_url(params.root)
+        self._first_start = starts <= 1
         self._start = time.monotonic()
         self._dataset: Dataset | None = None
         self._reused = False
 
     def has_work(self, dataset: Dataset) -> bool:
-        """False when the dataset is sealed already, so that nothing is submitted."""
+        """False when the dataset is sealed already, so that nothing is submitted.
+
+        With `force`, the first start of a run takes back what is there; a later one continues.
+        """
+        if self.params.force and self._first_start:
+            dataset.reopen()
         self._dataset, self._reused = dataset, dataset.complete
         return not self._reused
 
     def run(
-        self, span_task: Any, params: BaseModel, units: Sequence, missing: Sequence, *, span: int
+        self,
+        span_task: Any,
+        params: BaseModel,
+        units: Sequence,
+        missing: Sequence,
+        *,
+        span: int,
+        job: Job | None = None,
     ) -> None:
         """Submits a task for each span of units and waits for all; raises what a task raised.
 
         A span that is committed already is answered by the cache and shows as Cached; one with work left
-        refreshes the cache, because a result may outlive the data it speaks of.
+        refreshes the cache, because a result may outlive the data it speaks of. After a failure no further
+        spans are begun.
+
+        Args:
+            job: work that needs the target on a device; the task finds its workers with `workers_of`.
         """
-        assert self._dataset is not None, "has_work comes first"
-        logger, left = get_run_logger(), set(missing)
-        logger.info("%d of %d units are missing in %s", len(left), len(units), self._dataset.url)
+        dataset, left = self._dataset, set(missing)
+        assert dataset is not None, "has_work comes first"
+        get_run_logger().info(
+            "%d of %d units are missing in %s", len(left), len(units), dataset.url
+        )
         storage = results_block(self.root)
-        futures = []
-        for part in spans(units, span):
-            name = f"{span_task.name} {part[0]}" + (f" to {part[-1]}" if len(part) > 1 else "")
-            options = {"result_storage": storage, "refresh_cache": any(u in left for u in part)}
-            submit = span_task.with_options(task_run_name=name, **options).submit
-            futures.append(submit(params=params, path=self._dataset.path, units=part))
-        for future in futures:
-            future.result()
+        with _told(), _devices(job) as width:
+            slots, failed, futures = Semaphore(width), Event(), []
+
+            def ended(future: Any) -> None:
+                try:
+                    future.wait()
+                    if not future.state.is_completed():
+                        failed.set()
+                finally:
+                    slots.release()
+
+            for part in spans(units, span):
+                slots.acquire()
+                if failed.is_set():
+                    break
+                name = f"{span_task.name} {part[0]}" + (f" to {part[-1]}" if len(part) > 1 else "")
+                options = {"result_storage": storage, "refresh_cache": any(u in left for u in part)}
+                submit = span_task.with_options(task_run_name=name, **options).submit
+                futures.append(submit(params=params, path=dataset.path, units=part))
+                futures[-1].add_done_callback(ended)
+            for future in futures:
+                future.result()
 
     def publish(self, table: list[dict] | None = None) -> StageResult:
         """The stage's table on the run's page, a line in its log, and what the next stage needs."""
@@ -172,7 +227,7 @@ class Stage:
         )
         verb = "reused" if self._reused else "wrote"
         get_run_logger().info("%s %s in %.1f s", verb, dataset.url, seconds)
-        return StageResult(
+        result = StageResult(
             stage=str(flow_run.flow_name),
             path=dataset.path,
             url=dataset.url,
@@ -181,36 +236,108 @@ class Stage:
             seconds=seconds,
             facts=facts,
         )
+        if flow_run.id:  # a run that started this one on another machine reads it there
+            self.root.put(result_key(flow_run.id), result.model_dump_json().encode())
+        return result
+
+
+def result_key(flow_run_id: str) -> str:
+    """Where under the root the result of a flow run is."""
+    return f"_prefect/runs/{flow_run_id}.json"
+
+
+def workers_of(path: str) -> Workers:
+    """The open workers of a dataset; for tasks of `Stage.run(..., work=...)`."""
+    return _workers[path]
+
+
+@contextmanager
+def _devices(job: Job | None) -> Generator[int]:
+    """Opens the job's workers and yields how many spans are done at a time."""
+    if job is None:
+        with _stop_when_interrupted():
+            yield 1
+        return
+    with holding(devices_of(job.runtime)):
+        _workers[job.path] = workers = open_workers(job)
+        try:
+            with _stop_when_interrupted():
+                yield workers.width
+        finally:
+            del _workers[job.path]
+            workers.close()
+
+
+@contextmanager
+def _stop_when_interrupted() -> Generator[None]:
+    """Has the threads of tasks end soon when the flow is cancelled, instead of waiting for them."""
+    _stopping.clear()
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            _stopping.set()
+            for workers in _workers.values():
+                workers.close()
+        raise
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """Tells the server that the stage runs, and that it does not any more."""
+    events.emit(events.STARTED, flow_run.id)
+    try:
+        yield
+    finally:
+        events.emit(events.ENDED, flow_run.id)
 
 
 @contextmanager
 def progress_on_page(stage: str, what: str) -> Generator[Progress]:
-    """A progress bar on the run's page and a line a minute in its log."""
-    logger, lock = get_run_logger(), Lock()
+    """A progress bar on the run's page, a line a minute in its log, and an event for the stall automation.
+
+    The progress raises `Stopped` once the run is cancelled.
+    """
+    logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
     artifact: Any = create_progress_artifact(
         progress=0.0, key=f"{stage}-progress", description=what
     )
-    shown = logged = time.monotonic()
+    began = shown = logged = time.monotonic()
+    told, reached = began, 0
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:
-        nonlocal shown, logged
+        nonlocal shown, logged, told, reached
+        if _stopping.is_set():
+            raise Stopped(f"{what}: stopped at {done} of {total}")
         now = time.monotonic()
         with lock:
             last = done >= total
+            if done > reached and now - told >= events.EVERY_S:
+                told, reached = now, done
+                events.emit(events.COMMITTED, run_id, done=done, total=total)
             if now - shown < PROGRESS_EVERY_S and not last:
                 return
             shown = now
-            text = ", ".join(f"{key} {value:,.4g}" for key, value in numbers.items())
+            text = progress_text(done, total, now - began, numbers)
             update_progress_artifact(
                 artifact,
                 progress=100.0 * done / max(total, 1),
-                description=f"{what}: {done}/{total} {text}",
+                description=f"{what}: {text}",
             )
             if now - logged >= LOG_EVERY_S or last:
                 logged = now
-                logger.info("%s: %d of %d %s", what, done, total, text)
+                logger.info("%s: %s", what, text)
 
     yield progress
+
+
+def progress_text(done: int, total: int, seconds: float, numbers: dict[str, float]) -> str:
+    """`120/299, 4 min left, tokens_per_s 310`: for the page and the log."""
+    parts = [f"{done:,}/{total:,}"]
+    if 0 < done < total:
+        left = seconds / done * (total - done)
+        parts.append(f"{left:.0f} s left" if left < 90 else f"{left / 60:,.0f} min left")
+    return ", ".join([*parts, *(f"{key} {value:,.4g}" for key, value in numbers.items())])
 
 
 def facts_table(facts: dict[str, Any]) -> list[dict]:

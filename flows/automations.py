@@ -97,7 +97,13 @@ def _automations(stall_minutes: float, notify: UUID | None) -> list[AutomationCo
                 threshold=1,
                 within=timedelta(minutes=stall_minutes),
             ),
-            actions=[_tell(notify, "DFlash: no progress", "{{ event.resource.name }} is stalled")],
+            actions=[
+                _tell(
+                    notify,
+                    "DFlash: no progress",
+                    f"the stage of flow run {{{{ flow_run.name }}}} committed nothing for {stall_minutes:g} minutes",
+                )
+            ],
         ),
         AutomationCore(
             name="dflash: failed runs",

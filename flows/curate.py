@@ -20,7 +20,7 @@ def curate_units(params: CurateParams, path: str, units: list[str]) -> None:
 @stage_flow
 def curate(params: CurateParams) -> StageResult:
     """Reads, normalizes, filters and deduplicates conversations; every row is kept or rejected with a reason."""
-    stage = Stage(params.root)
+    stage = Stage(params)
     dataset = curation.plan(stage.root, params.name, params.curate)
     if stage.has_work(dataset):
         units = curation.units(dataset)

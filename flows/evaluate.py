@@ -29,7 +29,7 @@ def evaluate_prompts(params: EvaluateParams, path: str, units: list[str]) -> Non
 @stage_flow
 def evaluate(params: EvaluateParams) -> StageResult:
     """Decodes held-out prompts with the real target: acceptance length, losslessness, speed."""
-    stage = Stage(params.root)
+    stage = Stage(params)
     run = Dataset.open(stage.root, params.run)
     corpus = Dataset.open(stage.root, params.corpus)
     dataset = evaluation.plan(stage.root, params.name, run, corpus, params.target, params.evaluate)

@@ -15,13 +15,12 @@ ENDED = "dflash.stage.ended"
 EVERY_S = 60.0  # a stage commits many times a minute; the server need not know each time
 
 
-def emit(event: str, flow_run_id: str | None, dataset_url: str, **payload: Any) -> None:
+def emit(event: str, flow_run_id: str | None, **payload: Any) -> None:
     """Tells the server what happened to the stage of this flow run."""
     emit_event(
         event,
         resource={
             "prefect.resource.id": f"dflash.stage.{flow_run_id}",
-            "prefect.resource.name": dataset_url,
         },
         related=[
             {

@@ -21,7 +21,7 @@ def export_layout(params: ExportParams, path: str, units: list[str]) -> None:
 @stage_flow
 def export(params: ExportParams) -> StageResult:
     """Writes the drafter in the layouts of serving engines; each is reloaded and compared before it counts."""
-    stage = Stage(params.root)
+    stage = Stage(params)
     run = Dataset.open(stage.root, params.run)
     dataset = exporting.plan(
         stage.root,

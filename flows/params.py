@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from dflash_core.config import (
@@ -27,6 +29,9 @@ class StageParams(Config):
     """Name in the paths of what the stage writes; a fingerprint is added to it."""
     runtime: Runtime = Runtime()
     """How and where to compute."""
+    force: bool = False
+    """Compute again what is finished already: the run takes back manifest and commit records, then starts over.
+    Wanted after a change that fingerprints cannot see, such as a driver's or a library's."""
 
 
 class CurateParams(StageParams):
@@ -115,6 +120,9 @@ class PipelineParams(StageParams):
     """Conversations."""
     regenerate: RegenerateConfig = RegenerateConfig()
     """The target's own answers."""
+    stages_run: Literal["here", "as-deployments"] = "here"
+    """All stages in this run, or each as a run of its own deployment, taken by workers of the cpu and the gpu
+    queue; extraction and regeneration by all GPU workers when runtime.units_per_run is set."""
     on_policy: bool = True
     """Answer the corpus again with the target; off trains on the corpus' own answers."""
     tokenize: TokenizeConfig = TokenizeConfig()

@@ -13,7 +13,7 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact
 from rich.console import Console
 
-from flows import preflight, summary
+from flows import fan_out, preflight, summary
 from flows._common import StageResult, stage_flow
 from flows.curate import curate
 from flows.evaluate import evaluate
@@ -26,6 +26,7 @@ from flows.params import (
     ExtractParams,
     PipelineParams,
     RegenerateParams,
+    StageParams,
     TokenizeParams,
     TrainParams,
 )
@@ -49,31 +50,48 @@ def _stages(params: PipelineParams) -> Iterator[StageResult]:
     """Runs the stages in order, each with the paths that the earlier ones handed on."""
     common: dict[str, Any] = {"root": params.root, "name": params.name, "runtime": params.runtime}
     target: dict[str, Any] = {"target": params.target}
-    corpus = curate(CurateParams(**common, curate=params.curate))
+    run = _as_deployment if params.stages_run == "as-deployments" else _here
+    corpus = run(curate, CurateParams(**common, curate=params.curate))
     yield corpus
     if params.on_policy:
-        corpus = regenerate(
-            RegenerateParams(**common, **target, corpus=corpus.path, regenerate=params.regenerate)
+        corpus = run(
+            regenerate,
+            RegenerateParams(**common, **target, corpus=corpus.path, regenerate=params.regenerate),
         )
         yield corpus
-    tokens = tokenize(
-        TokenizeParams(**common, **target, corpus=corpus.path, tokenize=params.tokenize)
+    tokens = run(
+        tokenize, TokenizeParams(**common, **target, corpus=corpus.path, tokenize=params.tokenize)
     )
     yield tokens
-    hidden = extract(ExtractParams(**common, **target, tokens=tokens.path, extract=params.extract))
+    hidden = run(
+        extract, ExtractParams(**common, **target, tokens=tokens.path, extract=params.extract)
+    )
     yield hidden
-    run = train(TrainParams(**common, **target, hidden=hidden.path, train=params.train))
-    yield run
-    evaluation = evaluate(
+    trained = run(train, TrainParams(**common, **target, hidden=hidden.path, train=params.train))
+    yield trained
+    evaluation = run(
+        evaluate,
         EvaluateParams(
-            **common, **target, run=run.path, corpus=corpus.path, evaluate=params.evaluate
-        )
+            **common, **target, run=trained.path, corpus=corpus.path, evaluate=params.evaluate
+        ),
     )
     yield evaluation
-    yield export(
+    yield run(
+        export,
         ExportParams(
-            **common, **target, run=run.path, evaluation=evaluation.path, export=params.export
-        )
+            **common, **target, run=trained.path, evaluation=evaluation.path, export=params.export
+        ),
+    )
+
+
+def _here(stage: Any, params: StageParams) -> StageResult:
+    return stage(params)
+
+
+def _as_deployment(stage: Any, params: StageParams) -> StageResult:
+    spread = stage.name in ("extract", "regenerate") and params.runtime.units_per_run
+    return fan_out.run_stage(
+        stage.name, f"{stage.name}/{'fan-out' if spread else 'default'}", params
     )
 
 

@@ -3,34 +3,63 @@
 from __future__ import annotations
 
 from dflash_core.corpus import regeneration
+from dflash_core.device_work import Job
 from dflash_core.manifest import Dataset
-from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
+from flows import fan_out
+from flows._common import (
+    Stage,
+    StageResult,
+    progress_on_page,
+    stage_flow,
+    stage_task,
+    workers_of,
+)
 from flows.params import RegenerateParams
 
 
 @stage_task
 def regenerate_part(params: RegenerateParams, path: str, units: list[str]) -> None:
     """Answers some parts of the corpus."""
-    root = Storage.from_url(params.root)
-    corpus = Dataset.open(root, params.corpus)
     with progress_on_page("regenerate", ", ".join(units)) as progress:
-        regeneration.run_units(
-            Dataset.open(root, path), corpus, params.target, units, params.runtime, progress
-        )
+        workers_of(path).run(units, progress)
+
+
+@stage_flow
+def regenerate_units(params: RegenerateParams, path: str, units: list[str]) -> None:
+    """Answers some parts of the corpus with the GPUs of this machine; a child run of `regenerate`."""
+    stage = Stage(params)
+    dataset = Dataset.open(stage.root, path)
+    if stage.has_work(dataset):
+        _run_here(stage, params, dataset, units)
 
 
 @stage_flow
 def regenerate(params: RegenerateParams) -> StageResult:
     """Replaces every answer by the target's own, so that the drafter learns what it will have to predict."""
-    stage = Stage(params.root)
+    stage = Stage(params)
     corpus = Dataset.open(stage.root, params.corpus)
     dataset = regeneration.plan(stage.root, params.name, corpus, params.target, params.regenerate)
     if stage.has_work(dataset):
         units = regeneration.units(dataset)
-        stage.run(regenerate_part, params, units, regeneration.missing(dataset), span=1)
+        if params.runtime.units_per_run:
+            fan_out.run("regenerate_units/default", params, dataset, units, regeneration.missing)
+        else:
+            _run_here(stage, params, dataset, units)
         regeneration.seal(dataset)
     return stage.publish()
+
+
+def _run_here(stage: Stage, params: RegenerateParams, dataset: Dataset, units: list[str]) -> None:
+    job = Job(
+        stage="regenerate",
+        root=stage.root.url,
+        path=dataset.path,
+        source=params.corpus,
+        target=params.target,
+        runtime=params.runtime,
+    )
+    missing = regeneration.missing(dataset)
+    stage.run(regenerate_part, params, units, missing, span=1, job=job)
 
 
 if __name__ == "__main__":

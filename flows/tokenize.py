@@ -21,7 +21,7 @@ def tokenize_part(params: TokenizeParams, path: str, units: list[str]) -> None:
 @stage_flow
 def tokenize(params: TokenizeParams) -> StageResult:
     """Renders conversations with the target's chat template, marks what the target would generate, and plans the packs."""
-    stage = Stage(params.root)
+    stage = Stage(params)
     corpus = Dataset.open(stage.root, params.corpus)
     dataset = tokenization.plan(stage.root, params.name, corpus, params.target, params.tokenize)
     if stage.has_work(dataset):

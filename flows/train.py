@@ -21,7 +21,7 @@ def train_run(params: TrainParams, path: str, units: list[str]) -> None:
 @stage_flow
 def train(params: TrainParams) -> StageResult:
     """Trains a drafter on stored hidden states; a run that was interrupted goes on from its newest checkpoint."""
-    stage = Stage(params.root)
+    stage = Stage(params)
     hidden = Dataset.open(stage.root, params.hidden)
     dataset = training.plan(stage.root, params.name, hidden, params.target, params.train)
     if stage.has_work(dataset):

@@ -111,3 +111,39 @@ def committed(root: Path, stage: str) -> list[Path]:
 def write_ids(dataset: Dataset) -> dict[str, str]:
     """Who wrote each unit: the same id means it was not done again."""
     return {unit: record["write_id"] for unit, record in dataset.records().items()}
+
+
+def tokens(folder: Path, root: Storage, target: TargetConfig, count: int = 60) -> Dataset:
+    """Complete tokens of `count` chats, made without Prefect."""
+    from dflash_core import tokenization
+    from dflash_core.config import CurateConfig, SourceConfig, TokenizeConfig
+    from dflash_core.corpus import curation
+
+    chats = folder / "chats.jsonl"
+    write_chats(chats, count)
+    source = SourceConfig(name="chats", reader="openai", path=str(chats))
+    config = CurateConfig(sources=[source], held_out_fraction=0.0)
+    corpus = curation.plan(root, "case", config)
+    curation.run_units(corpus, config, curation.units(corpus), lambda *_: None)
+    curation.seal(corpus)
+    packs = TokenizeConfig(pack_tokens=128)
+    made = tokenization.plan(root, "case", corpus, target, packs)
+    parts = tokenization.units(made, corpus)
+    tokenization.run_units(made, corpus, target, parts, lambda *_: None)
+    tokenization.seal(made, corpus)
+    return made
+
+
+def done_twice(dataset: Dataset) -> list[str]:
+    """Packs whose bytes were written after their commit record: somebody computed them again."""
+    from dflash_core.hidden_states import pack_unit, read_layout
+
+    committed = {info.key: info.modified for info in dataset.storage.list("_commits")}
+    layout = read_layout(dataset)
+    again = []
+    for info in dataset.storage.list("hidden/c"):
+        number = int(info.key.removeprefix("hidden/c/").split("/")[0])
+        record = f"_commits/{pack_unit(number // layout.shards_per_pack)}.json"
+        if record in committed and info.modified > committed[record]:
+            again.append(info.key)
+    return again

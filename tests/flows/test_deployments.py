@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
 
 
-@pytest.fixture(params=DEPLOYMENTS, ids=lambda deployment: deployment["entrypoint"])
+@pytest.fixture(params=DEPLOYMENTS, ids=lambda one: f"{one['entrypoint']}:{one['name']}")
 def deployment(request):
     return request.param
 
@@ -39,12 +39,16 @@ def test_parameters_fit_the_form_and_give_the_defaults(deployment, flow):
     from prefect.utilities.schema_tools.hydration import HydrationContext, hydrate
     from prefect.utilities.schema_tools.validation import validate
 
+    if "parameters" not in deployment:
+        pytest.skip("started by another run, which gives all parameters")
     values = hydrate(deployment["parameters"], HydrationContext())
     validate(
         values, flow.parameters.model_dump_for_openapi(), raise_on_error=True, preprocess=False
     )
     model = next(m for name, m, _ in FLOWS.values() if name == flow.name)
-    assert flow.validate_parameters(values)["params"] == model()
+    changed = deployment["parameters"]["params"]
+    assert flow.validate_parameters(values)["params"] == model.model_validate(changed)
+    assert changed == {} or deployment["name"] != "default"
 
 
 def test_the_form_explains_every_parameter(flow):

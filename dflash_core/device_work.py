@@ -1,0 +1,368 @@
+"""Work that needs the target on a device, done here or by processes that keep it loaded.
+
+    flow process                                      one process for each GPU
+    DeviceProcesses.run(units) --- {"units": [...]} --> open the job once (the target is loaded), then
+                               <-- {"progress": ...}    work on units, commit each
+                               <-- {"log": ...}
+                               <-- {"done": true} or {"error": ...}
+
+Messages are JSON lines over pipes. A process that dies takes nothing with it but the units it worked on;
+its place is taken by a new one at the next call. A process whose parent is gone commits what is under way and
+ends. Running out of device memory is answered here, with smaller batches.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, Literal, Protocol
+
+from dflash_core import errors
+from dflash_core.config import Config, Runtime, TargetConfig
+from dflash_core.errors import DeviceError, DFlashError, InputError
+from dflash_core.manifest import Dataset
+from dflash_core.progress import Progress, silent
+from dflash_core.storage import Storage
+
+log = logging.getLogger(__name__)
+
+Work = Callable[[Sequence, Progress], None]
+DRAIN_S = 20.0  # what a process that is told to end has for the units under way
+
+
+class Job(Config):
+    """What a device process is for: one dataset of one stage."""
+
+    stage: Literal["extract", "regenerate"]
+    """Which of `OPEN` does the work."""
+    root: str
+    """URL of the root."""
+    path: str
+    """Path of the dataset that is filled."""
+    source: str
+    """Path of the dataset that is read."""
+    target: TargetConfig
+    """The model."""
+    runtime: Runtime
+    """Device and batch sizes."""
+
+
+class Workers(Protocol):
+    """Whoever does a job's units. Safe to call from as many threads as `width`."""
+
+    width: int
+
+    def run(self, units: Sequence, progress: Progress = silent) -> None:
+        """Computes and commits those of the units that are not committed yet."""
+        ...
+
+    def close(self) -> None:
+        """Ends the work: units under way are committed, no further ones are begun."""
+        ...
+
+
+def open_workers(job: Job) -> Workers:
+    """One process for each GPU, or this process where there is none; `runtime.device_processes` decides.
+
+    Raises:
+        InputError: more processes on GPUs than there are GPUs.
+    """
+    devices = devices_of(job.runtime)
+    return DeviceProcesses(job, devices) if devices else InProcess(job)
+
+
+def devices_of(runtime: Runtime) -> list[str]:
+    """The device of each process that is to be started; empty when this process is to compute."""
+    count = runtime.device_processes
+    if runtime.device not in ("auto", "cuda"):
+        return [runtime.device] * (count or runtime.device.startswith("cuda"))
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        return [runtime.device] * count
+    if count > gpus:
+        raise InputError(f"device_processes is {count}, but this machine has {gpus} GPUs")
+    return [f"cuda:{index}" for index in range(count or gpus)]
+
+
+# --- the work itself ---------------------------------------------------------------------------
+
+
+def _extract(job: Job) -> Work:
+    from dflash_core import extraction
+    from dflash_core.extraction import Extractor
+
+    dataset, tokens = _datasets(job)
+    extractor = Extractor(dataset, tokens, job.target, job.runtime)
+
+    def work(units: Sequence[int], progress: Progress) -> None:
+        left = set(extraction.missing(dataset))
+        extractor.extract([unit for unit in units if unit in left], progress)
+
+    return work
+
+
+def _regenerate(job: Job) -> Work:
+    from dflash_core.corpus import regeneration
+
+    dataset, corpus = _datasets(job)
+
+    def work(units: Sequence[str], progress: Progress) -> None:
+        left = set(regeneration.missing(dataset))
+        todo = [unit for unit in units if unit in left]
+        regeneration.run_units(dataset, corpus, job.target, todo, job.runtime, progress)
+
+    return work
+
+
+OPEN: dict[str, Callable[[Job], Work]] = {"extract": _extract, "regenerate": _regenerate}
+
+
+def _datasets(job: Job) -> tuple[Dataset, Dataset]:
+    root = Storage.from_url(job.root)
+    return Dataset.open(root, job.path), Dataset.open(root, job.source)
+
+
+def smaller(runtime: Runtime) -> Runtime | None:
+    """What to try after running out of device memory; None when batches are as small as they get."""
+    halved = {
+        name: max(1, getattr(runtime, name) // 2) for name in ("batch_tokens", "generate_batch")
+    }
+    return runtime.model_copy(update=halved) if halved["batch_tokens"] >= 256 else None
+
+
+class InProcess:
+    """The job's units, computed in this process by one thread at a time."""
+
+    width = 1
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._work: Work | None = None
+
+    def run(self, units: Sequence, progress: Progress = silent) -> None:
+        """See `Workers`. Loads the target at the first call and keeps it."""
+        while True:
+            try:
+                self._work = self._work or OPEN[self._job.stage](self._job)
+                self._work(units, progress)
+                return
+            except RuntimeError as error:
+                less = smaller(self._job.runtime)
+                if type(error).__name__ != "OutOfMemoryError" or less is None:
+                    raise
+                message = str(error)
+            # Outside the handler: the traceback would keep the tensors alive.
+            self._work = None
+            _free_device_memory()
+            log.warning("out of device memory, going on with %s: %s", _changed(less), message)
+            self._job = self._job.model_copy(update={"runtime": less})
+
+    def close(self) -> None:
+        """Lets the target go: the next stage needs the memory."""
+        self._work = None
+
+
+def _free_device_memory() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _changed(runtime: Runtime) -> str:
+    names = ("batch_tokens", "generate_batch")
+    return ", ".join(f"{name} {getattr(runtime, name)}" for name in names)
+
+
+# --- the parent's side -------------------------------------------------------------------------
+
+
+class DeviceProcesses:
+    """One process for each device, each working on one span of units at a time."""
+
+    def __init__(self, job: Job, devices: Sequence[str]) -> None:
+        self.width = len(devices)
+        self._closed = False
+        self._processes = [_Process(job, device) for device in devices]
+        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
+        for process in self._processes:
+            self._idle.put(process)
+
+    def run(self, units: Sequence, progress: Progress = silent) -> None:
+        """See `Workers`. Waits for an idle process.
+
+        Raises:
+            DeviceError: the process died, or the device failed; a new one is started at the next call.
+            DFlashError: what the process reports, of its own type.
+        """
+        process = self._idle.get()
+        try:
+            if self._closed:
+                raise DeviceError("the work was stopped")
+            process.work(units, progress)
+        finally:
+            self._idle.put(process)
+
+    def close(self) -> None:
+        """See `Workers`. Sends SIGTERM, waits `DRAIN_S`, then kills."""
+        self._closed = True
+        for process in self._processes:
+            process.terminate()
+        deadline = time.monotonic() + DRAIN_S
+        for process in self._processes:
+            process.end(deadline)
+
+
+class _Process:
+    """One child, started when it is first needed and again after it died."""
+
+    def __init__(self, job: Job, device: str) -> None:
+        self._job = job.model_copy(
+            update={"runtime": job.runtime.model_copy(update={"device": device})}
+        )
+        self._device = device
+        self._child: subprocess.Popen[str] | None = None
+        self._fresh = False  # it has not been told its job yet
+
+    def work(self, units: Sequence, progress: Progress) -> None:
+        child = self._child or self._start()
+        try:
+            if self._fresh:
+                _send(child.stdin, self._job.model_dump(mode="json"))
+                self._fresh = False
+            _send(child.stdin, {"units": list(units)})
+            for line in child.stdout or ():
+                message = json.loads(line)
+                if "progress" in message:
+                    progress(*message["progress"])
+                elif "log" in message:
+                    name, level, text = message["log"]
+                    logging.getLogger(name).log(level, "%s: %s", self._device, text)
+                elif "error" in message:
+                    raise _error(**message["error"])
+                else:
+                    return
+        except BrokenPipeError:
+            pass
+        except DFlashError as error:
+            if isinstance(error, DeviceError):  # its context is lost; only a new process helps
+                self.end(time.monotonic())
+            raise
+        except BaseException:
+            self.end(time.monotonic())  # it still works on a span that nobody waits for
+            raise
+        self._child = None
+        code = child.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        raise DeviceError(f"the process on {self._device} died ({how}); its units are done again")
+
+    def _start(self) -> subprocess.Popen[str]:
+        self._child = child = subprocess.Popen(
+            [sys.executable, "-m", "dflash_core.device_work"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        self._fresh = True
+        return child
+
+    def terminate(self) -> None:
+        if self._child is not None:
+            self._child.terminate()
+
+    def end(self, deadline: float) -> None:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _send(pipe: IO[str] | None, message: dict) -> None:
+    assert pipe is not None
+    pipe.write(json.dumps(message) + "\n")
+    pipe.flush()
+
+
+def _error(kind: str, text: str) -> Exception:
+    known = getattr(errors, kind, None)
+    return known(text) if known else RuntimeError(f"{kind}: {text}")
+
+
+# --- the child's side --------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Reads a job and then spans of units from stdin; answers on what was stdout."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the parent, which ends its children
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a library's print is no message
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    lock = threading.Lock()
+
+    def answer(message: dict) -> None:
+        with lock:
+            answers.write(json.dumps(message) + "\n")
+
+    def read() -> None:
+        for line in sys.stdin:
+            lines.put(line)
+        lines.put("")
+        os.kill(os.getpid(), signal.SIGTERM)  # the parent is gone: commit what is under way
+        time.sleep(DRAIN_S)
+        os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    logging.getLogger("dflash_core").setLevel(logging.INFO)
+    logging.getLogger("dflash_core").addHandler(_Forward(answer))
+    _serve(iter(lines.get, ""), answer)
+
+
+def _serve(lines: Iterable[str], answer: Callable[[dict], None]) -> None:
+    workers: InProcess | None = None
+    for line in lines:
+        message = json.loads(line)
+        if workers is None:
+            workers = InProcess(Job.model_validate(message))
+            continue
+        try:
+            workers.run(message["units"], lambda *state: answer({"progress": state}))
+            answer({"done": True})
+        except Exception as error:
+            if not isinstance(error, DFlashError):
+                log.exception("unexpected")
+            kind = "DeviceError" if "CUDA" in str(error) else type(error).__name__
+            answer({"error": {"kind": kind, "text": str(error)}})
+
+
+class _Forward(logging.Handler):
+    def __init__(self, answer: Callable[[dict], None]) -> None:
+        super().__init__()
+        self._answer = answer
+        self.setFormatter(logging.Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._answer({"log": [record.name, record.levelno, self.format(record)]})
+
+
+if __name__ == "__main__":
+    main()

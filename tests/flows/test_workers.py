@@ -1,0 +1,189 @@
+"""Runs on real workers: several machines share a stage, runs crash, are cancelled, retried and continue."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dflash_core import extraction
+from dflash_core.config import ExtractConfig, Runtime
+from dflash_core.device_work import InProcess, Job
+from dflash_core.hidden_states import HiddenStates
+from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
+from dflash_core.store import verify
+from flows.params import ExtractParams
+from tests import targets
+from tests.flows import pipeline_case as case
+from tests.prefect_server import end
+
+pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return targets.qwen3(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def client(prefect_server):
+    from prefect.client.orchestration import get_client
+
+    with get_client(sync_client=True) as client:
+        yield client
+
+
+def wait_until(happened, what: str, timeout_s: float = 180):
+    """Polls until `happened()` is true and returns what it returned."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := happened()):
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.1)
+    return answer
+
+
+def params(root: Storage, tokens: Dataset, target, **runtime) -> ExtractParams:
+    return ExtractParams(
+        root=root.url,
+        name="case",
+        tokens=tokens.path,
+        target=target,
+        extract=ExtractConfig(chunk_rows=32),
+        runtime=Runtime(device="cpu", **runtime),
+    )
+
+
+def alone(root: Storage, tokens: Dataset, target) -> Dataset:
+    """The same store, extracted in one go in this process."""
+    asked = params(root, tokens, target)
+    dataset = extraction.plan(root, "alone", tokens, target, asked.extract)
+    job = Job(
+        stage="extract",
+        root=root.url,
+        path=dataset.path,
+        source=tokens.path,
+        target=target,
+        runtime=asked.runtime,
+    )
+    InProcess(job).run(extraction.units(dataset))
+    extraction.seal(dataset)
+    return dataset
+
+
+def same_bytes(ours: Dataset, theirs: Dataset) -> bool:
+    ours, theirs = HiddenStates.open(ours), HiddenStates.open(theirs)
+    assert ours.num_packs == theirs.num_packs
+    return all(ours.read_pack(i)[1].equal(theirs.read_pack(i)[1]) for i in range(ours.num_packs))
+
+
+def test_workers_share_a_stage_and_one_dies_and_comes_back(
+    prefect_server, client, s3_url, target, tmp_path
+):
+    from prefect.client.schemas.objects import StateType
+
+    from flows.extract import extract
+
+    root = Storage.from_url(s3_url)
+    tokens = case.tokens(tmp_path, root, target)
+    asked = params(root, tokens, target, units_per_run=4, span_packs=1)
+    children = {}
+
+    def states() -> list:
+        runs = client.read_flow_runs()
+        children.update(
+            {r.id: r for r in runs if r.deployment_id and tokens.path in str(r.parameters)}
+        )
+        return [run.state.type for run in children.values() if run.state]
+
+    def disturb() -> None:
+        wait_until(lambda: states().count(StateType.RUNNING) == 2, "two workers work")
+        end(workers.pop(0), signal.SIGKILL)
+        workers.append(prefect_server.worker("one-again", "gpu"))
+
+    import threading
+
+    prefect_server.deploy("-s", "gpu_runs=2")
+    workers = [prefect_server.worker(name, "gpu") for name in ("one", "two")]
+    disturber = threading.Thread(target=disturb)
+    try:
+        disturber.start()
+        result = extract(asked)
+        disturber.join()
+    finally:
+        for worker in workers:
+            end(worker, signal.SIGTERM)
+    store = Dataset.open(root, result.path)
+    assert len(states()) > 1
+    assert states().count(StateType.CRASHED) >= 1, "the killed worker's run counts as crashed"
+    assert verify(store, "full") == []
+    assert case.done_twice(store) == []
+    assert same_bytes(store, alone(root, tokens, target))
+
+
+def processes_of(home: Path, words: str) -> list[int]:
+    """Processes with these words in their command whose Prefect home is this one."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environment = (folder / "environ").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if words in command and f"PREFECT_HOME={home}\0" in environment:
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
+    prefect_server, client, target, tmp_path
+):
+    from prefect.deployments import run_deployment
+    from prefect.states import AwaitingRetry, Cancelling
+
+    root = Storage.from_url(str(tmp_path / "root"))
+    tokens = case.tokens(tmp_path, root, target, count=1500)
+    asked = params(root, tokens, target, device_processes=1, span_packs=64)
+    store = extraction.plan(root, "case", tokens, target, asked.extract)
+    home = prefect_server.folder
+    worker = prefect_server.worker("one", "gpu")
+
+    def state() -> str:
+        return client.read_flow_run(run.id).state.name
+
+    def more_than(count: int):
+        return lambda: len(store.committed()) > count
+
+    try:
+        run = run_deployment(
+            "extract/default", parameters={"params": asked.model_dump(mode="json")}, timeout=0
+        )
+        wait_until(more_than(5), "packs are committed")
+        (flow,) = processes_of(home, "prefect.flow_engine") or processes_of(home, "prefect.engine")
+        os.kill(flow, signal.SIGKILL)
+        wait_until(lambda: not processes_of(home, "device_work"), "the device process is gone", 30)
+        crashed = case.write_ids(store)
+        assert len(crashed) < len(extraction.units(store)), "it was killed in the middle"
+
+        wait_until(more_than(len(crashed)), "the automation has started the run again")
+        began = time.monotonic()
+        client.set_flow_run_state(run.id, Cancelling())
+        wait_until(lambda: not processes_of(home, "device_work"), "the device process is gone", 30)
+        seconds = time.monotonic() - began
+        wait_until(lambda: state() == "Cancelled", "the run is cancelled", 60)
+        cancelled = case.write_ids(store)
+        assert cancelled.items() >= crashed.items()
+        assert len(cancelled) < len(extraction.units(store)), "it was cancelled in the middle"
+        assert [f for f in verify(store, "full") if "no commit record" not in f.problem] == []
+        assert seconds < 20
+
+        client.set_flow_run_state(run.id, AwaitingRetry(), force=True)
+        wait_until(lambda: store.complete, "the retried run has ended")
+        wait_until(lambda: state() == "Completed", "the retried run is completed", 60)
+        assert case.write_ids(store).items() >= cancelled.items()
+        assert case.done_twice(store) == []
+    finally:
+        end(worker, signal.SIGTERM)
