@@ -201,5 +201,13 @@ class Runtime(Config):
     units_per_run: int = Field(default=0, ge=0)
     """Packs, or parts of rows, that a child run takes when the workers of the gpu queue share extraction or
     regeneration; an hour of work each is a good size. 0 computes in the run itself."""
+    forward: Literal["auto", "padded"] = "auto"
+    """Forward of extraction: whole packs as one row where family and kernels allow it, or padded batches."""
+    compile: bool = True
+    """Compile norms, MLPs and attention of the packed forward; the first pack takes some 30 s longer."""
+    kernel_cache: str = ""
+    """Folder for compiled kernels, so that a restart does not pay again; empty leaves the libraries' own."""
+    slot_bytes: int = Field(default=6 * 2**30, ge=0)
+    """Host memory for packs on their way to the store; at least two packs."""
     slow_kernels: bool = False
     """Go on without the fast kernels of a hybrid target on a GPU, 5 to 10 times slower."""

@@ -99,7 +99,7 @@ def devices_of(runtime: Runtime) -> list[str]:
 
 def _extract(job: Job) -> Work:
     from dflash_core import extraction
-    from dflash_core.extraction import Extractor
+    from dflash_core.extractor import Extractor
 
     dataset, tokens = _datasets(job)
     extractor = Extractor(dataset, tokens, job.target, job.runtime)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import shutil
+import signal
 from collections import namedtuple
 from pathlib import Path
 
@@ -11,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_core import extraction, packed_forward, tokenization
+from dflash_core import extraction, packed_forward, parity, tokenization
+from dflash_core import extractor as engine
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig, TokenizeConfig
 from dflash_core.corpus.rows import CORPORA, Row, content_id, write_part
 from dflash_core.errors import DFlashError, IncompleteError, InputError, MismatchError
-from dflash_core.extraction import Extractor, padded_batches
+from dflash_core.extractor import Extractor, padded_batches, split_pack
 from dflash_core.hidden_states import HiddenStates, read_contract
 from dflash_core.manifest import Dataset
 from dflash_core.packing import Pack
@@ -256,14 +260,14 @@ def test_a_failure_midway_loses_nothing_and_the_rest_gives_the_same_bytes(
     extractor = Extractor(dataset, again, target, CPU)
     packs = extraction.missing(dataset)
     assert len(packs) >= 3
-    real = extraction.write_pack
+    real = engine.write_pack
 
     def fail_at_the_second(dataset, layout, pack, *rest):
         if pack.index == packs[1]:
             raise OSError("the network is down")
         return real(dataset, layout, pack, *rest)
 
-    monkeypatch.setattr(extraction, "write_pack", fail_at_the_second)
+    monkeypatch.setattr(engine, "write_pack", fail_at_the_second)
     with pytest.raises(OSError, match="network is down"):
         extractor.extract(packs)
     monkeypatch.undo()
@@ -372,13 +376,16 @@ def test_samples_that_see_each_other_are_never_committed(root, tokens, target, m
     extractor = Extractor(dataset, tokens, target, CPU)
     real = Extractor._forward
 
-    def leak(self, path, pack, out_TLH):
-        real(self, path, pack, out_TLH)
+    def leak(self, pack, out_TLH):
+        real(self, pack, out_TLH)
         for start in pack.start[1:]:
             out_TLH[start : start + 3] = out_TLH[start - 3 : start].clone()
 
     monkeypatch.setattr(Extractor, "_forward", leak)
-    with pytest.raises(DFlashError, match="mixes the samples of a batch"):
+    with pytest.raises(
+        DFlashError,
+        match=r"packed with[\s\S]*\d +0 +0\.\d+ +-?0\.\d+ +< 0.9999",
+    ):
         extractor.extract([0])
     assert 0 in extraction.missing(dataset)
 
@@ -389,61 +396,186 @@ def test_taps_of_other_layers_are_never_committed(root, tokens, target, monkeypa
     layers = extractor._body.layers
     layers[0], layers[1] = layers[1], layers[0]  # the taps' hooks go by place
     layers[0].register_forward_hook(lambda module, inputs, output: output + 1)
-    real = extraction.tap_layers.__enter__
+    real = parity.tap_layers.__enter__
 
     def hook_before(self):
         self._layers = [layers[2] if layer is layers[1] else layer for layer in self._layers]
         return real(self)
 
-    monkeypatch.setattr(extraction.tap_layers, "__enter__", hook_before)
+    monkeypatch.setattr(parity.tap_layers, "__enter__", hook_before)
     with pytest.raises(DFlashError, match=r"tap 1 is not the output of decoder layer 1"):
         extractor.extract([0])
     assert 0 in extraction.missing(dataset)
 
 
-def test_where_the_packed_path_disagrees_the_padded_one_is_used(root, tokens, target, monkeypatch):
+def test_a_packed_forward_that_disagrees_stops_the_run_and_padded_goes_on(
+    root, tokens, target, monkeypatch
+):
     def wrong(body, pack, device):
         body(input_ids=torch.ones(1, pack.num_tokens, dtype=torch.long), use_cache=False)
 
-    monkeypatch.setattr(extraction, "can_pack", lambda *a: True)
-    monkeypatch.setattr(extraction, "packed_forward", wrong)
+    monkeypatch.setattr(engine, "can_pack", lambda *a: True)
+    monkeypatch.setattr(engine, "packed_forward", wrong)
     dataset = plan(root, tokens, target)
-    extractor = Extractor(dataset, tokens, target, CPU)
+    with pytest.raises(DFlashError, match=r"native.*< 0\.99"):
+        Extractor(dataset, tokens, target, CPU).extract([0])
+    assert not dataset.committed()
+    extractor = Extractor(dataset, tokens, target, CPU.model_copy(update={"forward": "padded"}))
     extractor.extract([0])
-    assert extractor.path == "padded"
     assert dataset.record("00000000")["path"] == "padded"
 
 
-def varlen_by_loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, scale):
+def test_a_store_is_not_filled_with_other_kernels(root, tokens, target, monkeypatch):
+    """The two implementations of the short convolution are further apart than rounding."""
+    dataset = plan(root, tokens, target)
+    Extractor(dataset, tokens, target, CPU).extract([0])
+    Extractor(dataset, tokens, target, CPU).extract(extraction.missing(dataset))
+    kernels = extraction.seal(dataset)["facts"]["kernels"]
+    assert kernels == {"convolution": "torch", "gated_delta_rule": "torch"}
+    other = plan(root, tokens, target, ExtractConfig(target_layer_ids=[1]))
+    other.storage.put_new("kernels.json", b'{"convolution":"fla","gated_delta_rule":"torch"}')
+    with pytest.raises(MismatchError, match=r"convolution: have 'fla', want 'torch'"):
+        Extractor(other, tokens, target, CPU).extract([1])
+    assert not other.committed()
+
+
+@pytest.mark.parametrize("path", ["padded", "packed"])
+def test_too_little_device_memory_makes_smaller_forwards_with_the_same_states(
+    root, tmp_path, monkeypatch, path
+):
+    target = qwen3(tmp_path / "target")
+    tokens = tokenize(root, target)
+    if path == "packed":
+        use_loop_for_varlen(monkeypatch)
+    dataset = plan(root, tokens, target)
+    extractor = Extractor(dataset, tokens, target, CPU.model_copy(update={"batch_tokens": T}))
+    extractor.extract([0])
+    pack, want = HiddenStates.open(dataset).read_pack(0)
+    limit, sizes = int(pack.length.max()) + 5, []
+    real = torch.nn.Embedding.forward
+
+    def small_device(self, ids):
+        sizes.append(ids.numel())
+        if ids.numel() > limit:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(self, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", small_device)
+    got = torch.zeros_like(want)
+    with torch.inference_mode():
+        extractor._forward(pack, got)
+    assert extractor.path == path
+    assert max(sizes) > limit >= sizes[-1]
+    torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-3)
+    limit = int(pack.length.max()) - 1
+    with pytest.raises(torch.OutOfMemoryError):
+        extractor._forward(pack, got)
+
+
+def test_after_stop_the_packs_under_way_are_committed_and_no_more(root, tokens, target):
+    dataset = plan(root, tokens, target)
+    extractor = Extractor(dataset, tokens, target, CPU.model_copy(update={"writer_threads": 1}))
+    packs = extraction.missing(dataset)
+    extractor.extract(packs, lambda done, total, numbers: extractor.stop())
+    left = extraction.missing(dataset)
+    assert 0 < len(left) < len(packs)
+    assert left == packs[-len(left) :]
+
+
+def test_sigterm_commits_what_is_under_way_and_then_ends_the_process(root, tokens, target):
+    dataset = plan(root, tokens, target)
+    extractor = Extractor(dataset, tokens, target, CPU.model_copy(update={"writer_threads": 1}))
+    ended = []
+    before = signal.signal(signal.SIGTERM, lambda *_: ended.append(len(dataset.committed())))
+    try:
+        extractor.extract(
+            extraction.missing(dataset), lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended == [len(dataset.committed())]
+    assert 0 < ended[0] < HiddenStates.open(dataset).num_packs
+
+
+def varlen_by_loop(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, scale, enable_gqa=False):
     """Plain-loop oracle of torch's varlen attention: [T, heads, D], causal inside each span."""
-    assert window_size == (-1, 0)
+    left, right = window_size
+    assert right == 0
     parts = []
     for a, b in zip(cu_q[:-1].tolist(), cu_q[1:].tolist(), strict=True):
         assert b - a <= max_q
         heads = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
-        part = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, scale=scale)
+        distance = torch.arange(b - a)[:, None] - torch.arange(b - a)
+        mask = (distance >= 0) & ((distance <= left) | (left < 0))
+        part = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
         parts.append(part[0].transpose(0, 1))
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("build", [qwen3, llama])
-def test_the_packed_path_gives_the_states_of_single_samples(root, tmp_path, monkeypatch, build):
-    """The GPU path, with a loop in place of the GPU's attention kernel."""
+def use_loop_for_varlen(monkeypatch):
     from torch.nn.attention import varlen
 
+    monkeypatch.setattr(engine, "can_pack", lambda *a: True)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_loop)
+
+
+def use_loop_for_gated_deltanet(monkeypatch):
+    """Plain loops over the samples in place of flash-linear-attention's convolution and delta rule."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
+
+    def segments(cu_seqlens):
+        return [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
+
+    def convolve(x, weight, bias, activation, cu_seqlens):
+        assert activation == "silu"
+        y = torch.zeros(x.shape)
+        for part in segments(cu_seqlens):
+            padded = torch.nn.functional.pad(x[0, part].T, (weight.shape[1] - 1, 0))
+            kernel = weight[:, None]
+            y[0, part] = torch.nn.functional.conv1d(padded[None], kernel, groups=len(weight))[0].T
+        return torch.nn.functional.silu(y), None
+
+    def rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
+        groups = v.shape[2] // q.shape[2]
+        q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
+        parts = [
+            torch_recurrent_gated_delta_rule(
+                *(x[:, part] for x in (q, k, v)),
+                g=g[:, part],
+                beta=beta[:, part],
+                initial_state=None,
+                output_final_state=False,
+                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            )[0]
+            for part in segments(cu_seqlens)
+        ]
+        return torch.cat(parts, dim=1), None
+
+    monkeypatch.setattr(packed_forward, "_convolution_kernel", lambda: convolve)
+    monkeypatch.setattr(packed_forward, "_delta_rule", lambda: rule)
+
+
+@pytest.mark.parametrize(
+    "build", [qwen3, llama, *(FAMILIES[n] for n in ("gemma3_text", "qwen3_5_text", "qwen3_5_moe"))]
+)
+def test_the_packed_path_gives_the_states_of_single_samples(root, tmp_path, monkeypatch, build):
+    """The GPU path, with a loop in place of the GPU's attention kernel."""
     target = build(tmp_path / "target")
     tokens = tokenize(root, target)
-    monkeypatch.setattr(extraction, "can_pack", lambda *a: True)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_by_loop)
+    use_loop_for_varlen(monkeypatch)
+    use_loop_for_gated_deltanet(monkeypatch)
     dataset = plan(root, tokens, target)
     extractor = Extractor(dataset, tokens, target, CPU)
     extractor.extract(extraction.missing(dataset))
     assert extractor.path == "packed"
     padded = torch.zeros(T, 3, 32, dtype=torch.bfloat16)
+    extractor.path = "padded"
     for index in extraction.units(dataset):
         pack, hidden = HiddenStates.open(dataset).read_pack(index)
         with torch.inference_mode():
-            extractor._forward("padded", pack, padded)
+            extractor._forward(pack, padded)
         torch.testing.assert_close(hidden.float(), padded.float(), rtol=2**-7, atol=1e-3)
 
 
@@ -455,16 +587,26 @@ def test_the_packed_path_is_only_for_what_it_was_checked_with(tmp_path):
     assert packed_forward.can_pack(body, gpu, torch.bfloat16)
     assert not packed_forward.can_pack(body, cpu, torch.bfloat16)
     assert not packed_forward.can_pack(body, gpu, torch.float32)
-    sliding = load_body(FAMILIES["gemma3_text"](tmp_path / "gemma"), [1], cpu)
-    assert not packed_forward.can_pack(sliding, gpu, torch.bfloat16)
-    body.config.layer_types = ["sliding_attention"]
-    assert not packed_forward.can_pack(body, gpu, torch.bfloat16)
+    sinks = load_body(FAMILIES["gpt_oss"](tmp_path / "sinks"), [1], cpu)
+    assert not packed_forward.can_pack(sinks, gpu, torch.bfloat16)
     hybrid = load_body(qwen3_5_text(tmp_path / "hybrid"), [1], cpu)
     without_fla = not packed_forward.can_pack(hybrid, gpu, torch.bfloat16)
     assert without_fla or packed_forward.importlib.util.find_spec("fla")
 
 
 # --- batches
+
+
+@pytest.mark.parametrize("most_tokens", [1, 9, 12, 30, 100])
+def test_the_runs_of_a_pack_hold_every_sample_once_within_the_bound(most_tokens):
+    pack, seen = make_pack([5, 1, 12, 7, 7, 3]), []
+    for first_row, run in split_pack(pack, most_tokens):
+        assert run.num_tokens == len(run.input_ids)
+        assert run.num_tokens <= most_tokens or len(run.samples) == 1
+        assert np.array_equal(run.input_ids, pack.input_ids[first_row:][: run.num_tokens])
+        assert np.array_equal(run.start + first_row, pack.start[run.samples])
+        seen.extend(run.samples.tolist())
+    assert seen == list(range(6))
 
 
 def make_pack(lengths):

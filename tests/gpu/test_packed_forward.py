@@ -93,6 +93,7 @@ def test_extraction_on_a_gpu_takes_the_packed_path(tmp_path):
     pytest.importorskip("fla")
     from dflash_core import extraction
     from dflash_core.config import Runtime
+    from dflash_core.extractor import Extractor
     from dflash_core.hidden_states import HiddenStates
     from dflash_core.storage import Storage
     from tests.core.test_extraction import tokenize
@@ -102,7 +103,7 @@ def test_extraction_on_a_gpu_takes_the_packed_path(tmp_path):
     tokens = tokenize(root, target)
     config = extraction.ExtractConfig(target_layer_ids=LAYERS, chunk_rows=32)
     dataset = extraction.plan(root, "test", tokens, target, config)
-    extractor = extraction.Extractor(dataset, tokens, target, Runtime(device="cuda"))
+    extractor = Extractor(dataset, tokens, target, Runtime(device="cuda"))
     extractor.extract(extraction.missing(dataset))
     extraction.seal(dataset)
     assert extractor.path == "packed"
