@@ -1,6 +1,6 @@
 """Prefect flows over `dflash_core`, one file per stage, and the `dflash` command.
 
-The settings below must be in the environment before Prefect is imported; each can be overridden there.
+The settings below must be in the environment before Prefect or torch is imported; each can be overridden there.
 """
 
 import os
@@ -21,6 +21,9 @@ SETTINGS = {
     "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash_core",
     # Needed to notice a machine that went away with worker and flow at once.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    # On a CPU that is busy with something else, too, threads that spin while they wait for each other make
+    # everything 3 to 6 times slower; on an idle one it makes no difference worth having.
+    "OMP_WAIT_POLICY": "PASSIVE",
 }
 
 for _name, _value in SETTINGS.items():
