@@ -176,8 +176,15 @@ class EvaluateConfig(Config):
 class ExportConfig(Config):
     """Directories that serving engines load."""
 
-    layouts: list[Literal["z-lab"]] = ["z-lab"]
-    """Layouts to write."""
+    layouts: list[Literal["z-lab", "speculators"]] = ["z-lab"]
+    """Layouts to write: z-lab is read by SGLang, vLLM and others, speculators by vLLM and speculators."""
+    target_name: str = ""
+    """How model card and engines shall call the target; empty takes its hub id, or its folder's name."""
+    weights: Literal["bfloat16", "int8", "fp8"] = "bfloat16"
+    """Type of the MLP and output projection weights; the others are bfloat16 in every case."""
+    draft_vocab_size: int = Field(default=0, ge=0)
+    """Propose only from this many tokens, the most frequent ones of the training answers (speculators layout
+    only); 0 proposes from all."""
 
 
 class Runtime(Config):

@@ -108,7 +108,10 @@ class ExportParams(StageParams):
     target: TargetConfig = TargetConfig()
     """The model the drafter belongs to."""
     export: ExportConfig = ExportConfig()
-    """Layouts."""
+    """Layouts, type of the weights, vocabulary."""
+    publish_to: str = ""
+    """Where to copy the finished export: a folder, s3://bucket/prefix or hf://owner/name; empty copies
+    nothing. It stays under the root in every case."""
 
 
 class PipelineParams(StageParams):
