@@ -38,6 +38,7 @@ from dflash_core.progress import Progress
 from dflash_core.storage import Storage
 from flows import events
 from flows.gpu_limits import holding
+from flows.gpu_page import gpus_on_page
 from flows.params import StageParams
 
 MAX_TASKS = 1000  # task runs of one flow run; beyond a few thousand the UI loses some
@@ -60,6 +61,7 @@ class StageResult(BaseModel):
     path: str
     url: str
     fingerprint: str
+    run_id: str
     reused: bool
     seconds: float
     facts: dict[str, Any]
@@ -186,13 +188,13 @@ class Stage:
         Args:
             job: work that needs the target on a device; the task finds its workers with `workers_of`.
         """
-        dataset, left = self._dataset, set(missing)
+        dataset, left = self._dataset, set(missing) & set(units)
         assert dataset is not None, "has_work comes first"
         get_run_logger().info(
             "%d of %d units are missing in %s", len(left), len(units), dataset.url
         )
         storage = results_block(self.root)
-        with _told(), _devices(job) as width:
+        with _told(), gpus_on_page(), _devices(job) as width:
             slots, failed, futures = Semaphore(width), Event(), []
 
             def ended(future: Any) -> None:
@@ -232,6 +234,7 @@ class Stage:
             path=dataset.path,
             url=dataset.url,
             fingerprint=dataset.fingerprint,
+            run_id=str(flow_run.id),
             reused=self._reused,
             seconds=seconds,
             facts=facts,

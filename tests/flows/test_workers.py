@@ -88,8 +88,8 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
     from flows.extract import extract
 
     root = Storage.from_url(s3_url)
-    tokens = case.tokens(tmp_path, root, target)
-    asked = params(root, tokens, target, units_per_run=4, span_packs=1)
+    tokens = case.tokens(tmp_path, root, target, count=24)
+    asked = params(root, tokens, target, units_per_run=6, span_packs=1)
     children = {}
 
     def states() -> list:
