@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +19,7 @@ from dflash_core.store import verify
 from flows.params import ExtractParams
 from tests import targets
 from tests.flows import pipeline_case as case
-from tests.prefect_server import end
+from tests.prefect_server import RUNS, end, processes_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -104,8 +104,6 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
         end(workers.pop(0), signal.SIGKILL)
         workers.append(prefect_server.worker("one-again", "gpu"))
 
-    import threading
-
     prefect_server.deploy("-s", "gpu_runs=2")
     workers = [prefect_server.worker(name, "gpu") for name in ("one", "two")]
     disturber = threading.Thread(target=disturb)
@@ -122,20 +120,6 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
     assert verify(store, "full") == []
     assert case.done_twice(store) == []
     assert same_bytes(store, alone(root, tokens, target))
-
-
-def processes_of(home: Path, words: str) -> list[int]:
-    """Processes with these words in their command whose Prefect home is this one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            environment = (folder / "environ").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if words in command and f"PREFECT_HOME={home}\0" in environment:
-            found.append(int(folder.name))
-    return found
 
 
 def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
@@ -162,7 +146,7 @@ def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
             "extract/default", parameters={"params": asked.model_dump(mode="json")}, timeout=0
         )
         wait_until(more_than(5), "packs are committed")
-        (flow,) = processes_of(home, "prefect.flow_engine") or processes_of(home, "prefect.engine")
+        (flow,) = processes_of(home, *RUNS)
         os.kill(flow, signal.SIGKILL)
         wait_until(lambda: not processes_of(home, "device_work"), "the device process is gone", 30)
         crashed = case.write_ids(store)
