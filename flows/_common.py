@@ -11,8 +11,9 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from threading import Event, Lock, Semaphore
 from types import FunctionType
 from typing import Any, TypeVar
@@ -194,13 +195,20 @@ class Stage:
             "%d of %d units are missing in %s", len(left), len(units), dataset.url
         )
         storage = results_block(self.root)
-        with _told(), gpus_on_page(), _devices(job) as width:
+        with (
+            _told(),
+            gpus_on_page(),
+            _devices(job) as width,
+            _stage_progress(len(units), len(units) - len(left)) as advance,
+        ):
             slots, failed, futures = Semaphore(width), Event(), []
 
-            def ended(future: Any) -> None:
+            def ended(future: Any, news: int) -> None:
                 try:
                     future.wait()
-                    if not future.state.is_completed():
+                    if future.state.is_completed():
+                        advance(news)
+                    else:
                         failed.set()
                 finally:
                     slots.release()
@@ -210,10 +218,11 @@ class Stage:
                 if failed.is_set():
                     break
                 name = f"{span_task.name} {part[0]}" + (f" to {part[-1]}" if len(part) > 1 else "")
-                options = {"result_storage": storage, "refresh_cache": any(u in left for u in part)}
+                news = sum(unit in left for unit in part)
+                options = {"result_storage": storage, "refresh_cache": news > 0}
                 submit = span_task.with_options(task_run_name=name, **options).submit
                 futures.append(submit(params=params, path=dataset.path, units=part))
-                futures[-1].add_done_callback(ended)
+                futures[-1].add_done_callback(partial(ended, news=news))
             for future in futures:
                 future.result()
 
@@ -224,7 +233,7 @@ class Stage:
         facts = dataset.facts
         create_table_artifact(
             table=table or facts_table(facts),
-            key=f"{flow_run.flow_name}-summary",
+            key=f"{flow_run.flow_name}-summary".replace("_", "-"),
             description=dataset.url,
         )
         verb = "reused" if self._reused else "wrote"
@@ -296,17 +305,39 @@ def _told() -> Generator[None]:
 
 
 @contextmanager
-def progress_on_page(stage: str, what: str) -> Generator[Progress]:
+def _stage_progress(total: int, done: int) -> Generator[Callable[[int], None]]:
+    """The bar of the whole stage; what it yields is told how many units a span added."""
+    lock, stage = Lock(), str(flow_run.flow_name)
+    with progress_on_page(stage, f"{stage}, all units", start=done, key="stage") as progress:
+
+        def advance(news: int) -> None:
+            nonlocal done
+            with lock:
+                done += news
+                if not _stopping.is_set():
+                    progress(done, total, {})
+
+        yield advance
+
+
+@contextmanager
+def progress_on_page(
+    stage: str, what: str, *, start: int = 0, key: str = "progress"
+) -> Generator[Progress]:
     """A progress bar on the run's page, a line a minute in its log, and an event for the stall automation.
 
     The progress raises `Stopped` once the run is cancelled.
+
+    Args:
+        start: units that were done before; they say nothing about the time that is left.
+        key: the artifact is `<stage>-<key>`, letters, digits and dashes.
     """
     logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
     artifact: Any = create_progress_artifact(
-        progress=0.0, key=f"{stage}-progress", description=what
+        progress=0.0, key=f"{stage}-{key}".replace("_", "-"), description=what
     )
     began = shown = logged = time.monotonic()
-    told, reached = began, 0
+    told, reached = began, start
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:
         nonlocal shown, logged, told, reached
@@ -321,7 +352,8 @@ def progress_on_page(stage: str, what: str) -> Generator[Progress]:
             if now - shown < PROGRESS_EVERY_S and not last:
                 return
             shown = now
-            text = progress_text(done, total, now - began, numbers)
+            left_s = (now - began) / max(1, done - start) * (total - done)
+            text = progress_text(done, total, left_s, numbers)
             update_progress_artifact(
                 artifact,
                 progress=100.0 * done / max(total, 1),
@@ -334,12 +366,11 @@ def progress_on_page(stage: str, what: str) -> Generator[Progress]:
     yield progress
 
 
-def progress_text(done: int, total: int, seconds: float, numbers: dict[str, float]) -> str:
+def progress_text(done: int, total: int, left_s: float, numbers: dict[str, float]) -> str:
     """`120/299, 4 min left, tokens_per_s 310`: for the page and the log."""
     parts = [f"{done:,}/{total:,}"]
-    if 0 < done < total:
-        left = seconds / done * (total - done)
-        parts.append(f"{left:.0f} s left" if left < 90 else f"{left / 60:,.0f} min left")
+    if done < total:
+        parts.append(f"{left_s:.0f} s left" if left_s < 90 else f"{left_s / 60:,.0f} min left")
     return ", ".join([*parts, *(f"{key} {value:,.4g}" for key, value in numbers.items())])
 
 

@@ -52,9 +52,13 @@ def run(
     child = params.model_copy(update={"runtime": alone, "force": False})
     open_spans: dict[UUID, _Span] = {}
     stage = str(flow_run.flow_name)
-    with get_client(sync_client=True) as client, progress_on_page(stage, "all workers") as progress:
+    left = set(missing(dataset))
+    start = len(units) - len(left)
+    with (
+        get_client(sync_client=True) as client,
+        progress_on_page(stage, f"{stage}, all workers", start=start, key="stage") as progress,
+    ):
         try:
-            left = set(missing(dataset))
             for part in parts:
                 if left & set(part):
                     span = _Span(deployment, child, dataset.path, part)
