@@ -12,7 +12,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from functools import partial
 from threading import Event, Lock, Semaphore
 from types import FunctionType
@@ -41,6 +43,7 @@ from flows import events
 from flows.gpu_limits import holding
 from flows.gpu_page import gpus_on_page
 from flows.params import StageParams
+from flows.server import once, patiently
 
 MAX_TASKS = 1000  # task runs of one flow run; beyond a few thousand the UI loses some
 PROGRESS_EVERY_S = 5.0  # an update costs the server about 90 ms
@@ -194,7 +197,7 @@ class Stage:
         get_run_logger().info(
             "%d of %d units are missing in %s", len(left), len(units), dataset.url
         )
-        storage = results_block(self.root)
+        storage = patiently(results_block, self.root)
         with (
             _told(),
             gpus_on_page(),
@@ -231,7 +234,8 @@ class Stage:
         dataset, seconds = self._dataset, time.monotonic() - self._start
         assert dataset is not None, "has_work comes first"
         facts = dataset.facts
-        create_table_artifact(
+        patiently(
+            create_table_artifact,
             table=table or facts_table(facts),
             key=f"{flow_run.flow_name}-summary".replace("_", "-"),
             description=dataset.url,
@@ -333,14 +337,19 @@ def progress_on_page(
         key: the artifact is `<stage>-<key>`, letters, digits and dashes.
     """
     logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
-    artifact: Any = create_progress_artifact(
-        progress=0.0, key=f"{stage}-{key}".replace("_", "-"), description=what
+    artifact: Any = patiently(
+        create_progress_artifact,
+        progress=0.0,
+        key=f"{stage}-{key}".replace("_", "-"),
+        description=what,
     )
     began = shown = logged = time.monotonic()
     told, reached = began, start
+    # Updates go out from a thread: while the server is slow or away, the work goes on.
+    sending: Future | None = None
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:
-        nonlocal shown, logged, told, reached
+        nonlocal shown, logged, told, reached, sending
         if _stopping.is_set():
             raise Stopped(f"{what}: stopped at {done} of {total}")
         now = time.monotonic()
@@ -349,12 +358,16 @@ def progress_on_page(
             if done > reached and now - told >= events.EVERY_S:
                 told, reached = now, done
                 events.emit(events.COMMITTED, run_id, done=done, total=total)
-            if now - shown < PROGRESS_EVERY_S and not last:
+            busy = sending is not None and not sending.done()
+            if not last and (busy or now - shown < PROGRESS_EVERY_S):
                 return
             shown = now
             left_s = (now - began) / max(1, done - start) * (total - done)
             text = progress_text(done, total, left_s, numbers)
-            update_progress_artifact(
+            sending = sender.submit(
+                copy_context().run,
+                once,
+                update_progress_artifact,
                 artifact,
                 progress=100.0 * done / max(total, 1),
                 description=f"{what}: {text}",
@@ -363,7 +376,8 @@ def progress_on_page(
                 logged = now
                 logger.info("%s: %s", what, text)
 
-    yield progress
+    with ThreadPoolExecutor(1) as sender:
+        yield progress
 
 
 def progress_text(done: int, total: int, left_s: float, numbers: dict[str, float]) -> str:

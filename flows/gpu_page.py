@@ -8,10 +8,13 @@ import socket
 import subprocess
 from collections.abc import Generator
 from contextlib import contextmanager
+from contextvars import copy_context
 from threading import Event, Thread
 from typing import Any, NamedTuple
 
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
+
+from flows.server import once, patiently
 
 EVERY_S = 10.0
 _FIELDS = "index,name,utilization.gpu,memory.used,memory.total,power.draw,temperature.gpu"
@@ -51,8 +54,11 @@ def gpus_on_page() -> Generator[None]:
         return
     host = re.sub(r"[^a-z0-9-]", "-", socket.gethostname().lower())
     artifacts: dict[int, Any] = {
-        gpu.index: create_progress_artifact(
-            progress=gpu.busy, key=f"gpu-{host}-{gpu.index}", description=gpu.text
+        gpu.index: patiently(
+            create_progress_artifact,
+            progress=gpu.busy,
+            key=f"gpu-{host}-{gpu.index}",
+            description=gpu.text,
         )
         for gpu in gpus
     }
@@ -61,11 +67,14 @@ def gpus_on_page() -> Generator[None]:
     def watch() -> None:
         while not ended.wait(EVERY_S):
             for gpu in read():
-                update_progress_artifact(
-                    artifacts[gpu.index], progress=gpu.busy, description=gpu.text
+                once(
+                    update_progress_artifact,
+                    artifacts[gpu.index],
+                    progress=gpu.busy,
+                    description=gpu.text,
                 )
 
-    watcher = Thread(target=watch, daemon=True)
+    watcher = Thread(target=copy_context().run, args=(watch,), daemon=True)
     watcher.start()
     try:
         yield

@@ -34,6 +34,7 @@ from flows.params import (
 )
 from flows.plan import check_budget
 from flows.regenerate import regenerate
+from flows.server import patiently
 from flows.tokenize import tokenize
 from flows.train import train
 
@@ -44,7 +45,7 @@ def pipeline(params: PipelineParams) -> list[StageResult]:
     start = time.monotonic()
     preflight.check(params)
     stages = list(_stages(params))
-    create_markdown_artifact(summary.markdown(stages), key="pipeline-summary")
+    patiently(create_markdown_artifact, summary.markdown(stages), key="pipeline-summary")
     summary.print_table(stages, time.monotonic() - start, Console())
     return stages
 

@@ -17,6 +17,7 @@ from dflash_core.errors import InputError
 from dflash_core.manifest import Dataset
 from flows._common import Stage, stage_flow
 from flows.params import Budget, PlanParams
+from flows.server import patiently
 
 PATIENCE_S = 7 * 24 * 3600  # how long a run waits for somebody to look
 
@@ -76,8 +77,11 @@ def check_budget(
         InputError: nobody can be asked, since the run has no server; or the answer was no.
     """
     numbers = estimated(tokens, target, config, budget)
-    create_table_artifact(
-        table=rows(numbers), key="plan", description=f"Extraction of {tokens.url}"
+    patiently(
+        create_table_artifact,
+        table=rows(numbers),
+        key="plan",
+        description=f"Extraction of {tokens.url}",
     )
     dollars, limit = numbers["dollars_in_first_month"], budget.approve_above_dollars
     if not limit or dollars <= limit:

@@ -11,6 +11,7 @@ from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.charts import chart, fenced
 from flows.params import TrainParams
+from flows.server import patiently
 
 
 @stage_task
@@ -43,7 +44,9 @@ def _show_curves(dataset: Dataset) -> None:
         chart(name.replace("_", " "), [entry[name] for entry in metrics])
         for name in ("loss", "acceptance_length")
     ]
-    create_markdown_artifact(fenced(*curves), key="train-curves", description=dataset.url)
+    patiently(
+        create_markdown_artifact, fenced(*curves), key="train-curves", description=dataset.url
+    )
 
 
 if __name__ == "__main__":
