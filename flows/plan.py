@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict
 from typing import Any
 
 from prefect import get_run_logger, pause_flow_run
 from prefect.artifacts import create_table_artifact
 from prefect.input import RunInput
+from prefect.settings import PREFECT_API_URL
 from pydantic import Field
 
 from dflash_core import store
@@ -87,7 +87,7 @@ def check_budget(
     if not limit or dollars <= limit:
         return numbers
     text = f"extraction of {tokens.path} costs about {dollars:,.2f} dollars, more than {limit:,.2f}"
-    if not os.environ.get("PREFECT_API_URL"):
+    if not PREFECT_API_URL.value():
         raise InputError(f"{text}; raise budget.approve_above_dollars to accept that")
     get_run_logger().warning("%s; waiting for approval: Resume on this run's page", text)
     answer: Any = pause_flow_run(wait_for_input=Approval, timeout=PATIENCE_S)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from contextvars import copy_context
+from threading import Thread
+
 import pytest
 
 from flows.charts import chart
@@ -76,14 +80,42 @@ def test_the_estimate_adds_hours_and_dollars(tmp_path):
     assert {row["what"] for row in rows(numbers)} >= {"num packs", "size bytes", "wall hours"}
 
 
-def test_one_architecture_of_an_extension_is_kept():
-    from deployments.one_architecture import only
+@pytest.mark.server
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("approve", [True, False])
+def test_an_extraction_above_the_threshold_waits_for_approval(prefect_server, tmp_path, approve):
+    from prefect.client.orchestration import get_client
 
-    pair = 'cc_flag.append("-gencode")\n{0}cc_flag.append("arch=compute_{1},code=sm_{1}")\n'
-    text = "".join(f"{'    '}{pair.format('    ', arch)}" for arch in (80, 90))
-    cut = only(f"if True:\n{text}", "90")
-    assert "sm_90" in cut
-    assert "sm_80" not in cut
-    compile(cut, "setup.py", "exec")
-    with pytest.raises(ValueError, match="not 101"):
-        only(text, "101")
+    from dflash_core.storage import Storage
+    from flows.params import Budget, PlanParams
+    from flows.plan import plan
+    from tests import targets
+    from tests.flows import pipeline_case as case
+
+    target = targets.qwen3(tmp_path / "target")
+    tokens = case.tokens(tmp_path, Storage.from_url(str(tmp_path / "root")), target)
+    params = PlanParams(
+        root=str(tmp_path / "root"),
+        name=f"asks-{approve}",
+        tokens=tokens.path,
+        target=target,
+        budget=Budget(dollars_per_gpu_hour=1e6, approve_above_dollars=1.0),
+    )
+    ended: list = []
+    run = Thread(
+        target=copy_context().run, args=(lambda: ended.append(plan(params, return_state=True)),)
+    )
+    run.start()
+    deadline = time.monotonic() + 120
+    with get_client(sync_client=True) as client:
+        paused = []
+        while not paused and time.monotonic() < deadline:
+            time.sleep(0.5)
+            runs = [r for r in client.read_flow_runs() if r.name == f"plan-asks-{approve}"]
+            paused = [r.id for r in runs if r.state and r.state.is_paused()]
+        client.resume_flow_run(paused[0], run_input={"approve": approve})
+        run.join(90)
+    (state,) = ended
+    assert state.is_completed() == approve
+    if not approve:
+        assert "not approved" in state.message
