@@ -134,6 +134,8 @@ def _datasets(job: Job) -> tuple[Dataset, Dataset]:
 
 def smaller(runtime: Runtime) -> Runtime | None:
     """What to try after running out of device memory; None when batches are as small as they get."""
+    if runtime.forward != "padded":
+        return runtime.model_copy(update={"forward": "padded"})
     halved = {
         name: max(1, getattr(runtime, name) // 2) for name in ("batch_tokens", "generate_batch")
     }
@@ -183,7 +185,7 @@ def _free_device_memory() -> None:
 
 
 def _changed(runtime: Runtime) -> str:
-    names = ("batch_tokens", "generate_batch")
+    names = ("forward", "batch_tokens", "generate_batch")
     return ", ".join(f"{name} {getattr(runtime, name)}" for name in names)
 
 

@@ -64,7 +64,7 @@ class Crowded:
 def test_out_of_memory_is_answered_with_smaller_batches(monkeypatch, caplog):
     done: list = []
     monkeypatch.setitem(device_work.OPEN, "extract", Crowded(1500, done))
-    workers = InProcess(job(batch_tokens=4096))
+    workers = InProcess(job(batch_tokens=4096, forward="padded"))
     with caplog.at_level(logging.WARNING):
         workers.run([1, 2])
         workers.run([3])
@@ -76,7 +76,9 @@ def test_out_of_memory_ends_when_batches_cannot_shrink(monkeypatch):
     monkeypatch.setitem(device_work.OPEN, "extract", Crowded(0, []))
     with pytest.raises(torch.OutOfMemoryError):
         InProcess(job(batch_tokens=4096)).run([1])
-    assert smaller(Runtime(batch_tokens=400)) is None
+    first = smaller(Runtime(batch_tokens=400))
+    assert (first.forward, first.batch_tokens) == ("padded", 400)
+    assert smaller(first) is None
 
 
 # The child imports this module's stage by name, so the stage lives in the package of the tests.
