@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Literal, Protocol
 
 from dflash_core import errors
-from dflash_core.config import Config, Runtime, TargetConfig
+from dflash_core.config import Config, RegenerateConfig, Runtime, TargetConfig
 from dflash_core.errors import DeviceError, DFlashError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
@@ -114,13 +114,15 @@ def _extract(job: Job) -> Work:
 
 def _regenerate(job: Job) -> Work:
     from dflash_core.corpus import regeneration
+    from dflash_core.generation import LocalAnswerer
 
     dataset, corpus = _datasets(job)
+    answerer = LocalAnswerer(job.target, RegenerateConfig(**dataset.config), job.runtime)
 
     def work(units: Sequence[str], progress: Progress) -> None:
         left = set(regeneration.missing(dataset))
         todo = [unit for unit in units if unit in left]
-        regeneration.run_units(dataset, corpus, job.target, todo, job.runtime, progress)
+        regeneration.answer_units(dataset, corpus, answerer, todo, progress)
 
     return work
 
