@@ -24,8 +24,8 @@ def chart(title: str, values: Sequence[float]) -> str:
     for row in reversed(range(_HEIGHT)):
         label = f"{highest:.3g}" if row == _HEIGHT - 1 else ""
         bars = "".join(_BARS[min(8, max(0, eighth - 8 * row))] for eighth in eighths)
-        lines.append(f"{label:>7} │{bars}")
-    return "\n".join([*lines, f"{0:>7} └{'─' * len(means)}"])
+        lines.append(f"{label:>9} │{bars}")
+    return "\n".join([*lines, f"{0:>9} └{'─' * len(means)}"])
 
 
 def fenced(*charts: str) -> str:
