@@ -200,8 +200,8 @@ class Runtime(Config):
     """Threads that encode and upload hidden states."""
     prefetch_packs: int = Field(default=2, ge=1)
     """Packs read ahead of training."""
-    span_packs: int = Field(default=8, ge=1)
-    """Packs of one extraction task."""
+    span_packs: int = Field(default=64, ge=1)
+    """Packs of one extraction task; a GPU waits for the last uploads of one before it gets the next."""
     device_processes: int = Field(default=0, ge=0)
     """Processes that keep the target loaded for extraction and regeneration; 0 takes one for each GPU and,
     without a GPU, none: the flow's own process computes."""
