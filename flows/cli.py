@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.errors import DFlashError, InputError
+from flows import chat_cli, store_cli
 from flows import params as models
-from flows import store_cli
 
 app = typer.Typer(
     help="From conversations to a DFlash drafter that vLLM and SGLang load.",
@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(store_cli.app, name="store")
+chat_cli.register(app)
 console = Console()
 
 FLOWS = {
