@@ -67,21 +67,19 @@ class Rows:
     @classmethod
     def trees(cls, tokens: list[list[int]], parents: list[list[int]], device: torch.device) -> Rows:
         """Any trees; `parents` begins with -1 for the root."""
-        num_rows = max(map(len, tokens))
-        depth, ancestors = [], torch.zeros(len(tokens), num_rows, num_rows, dtype=torch.bool)
-        full = [[*row, *[0] * (num_rows - len(row))] for row in parents]
-        for sequence, row in enumerate(full):
-            depth.append([0] * num_rows)
-            for index, parent in enumerate(row):
-                if parent >= 0:
-                    depth[-1][index] = depth[-1][parent] + 1
-                    ancestors[sequence, index] = ancestors[sequence, parent]
-                ancestors[sequence, index, index] = True
+        parents_BR = _padded(parents, torch.device("cpu"))
+        num_sequences, num_rows = parents_BR.shape
+        depth_BR = torch.zeros_like(parents_BR)
+        # The column before row 0 takes what has gone past the root.
+        found = torch.zeros(num_sequences, num_rows, num_rows + 1, dtype=torch.bool)
+        at_BR = torch.arange(num_rows).expand(num_sequences, -1)
+        while (at_BR >= 0).any():
+            found.scatter_(2, at_BR[..., None] + 1, True)
+            at_BR = parents_BR.gather(1, at_BR.clamp(min=0)).where(at_BR >= 0, -1)
+            depth_BR += at_BR >= 0
+        ancestors_BRR = found[..., 1:]
         return cls(
-            _padded(tokens, device),
-            torch.tensor(full, device=device),
-            torch.tensor(depth, device=device),
-            ancestors.to(device),
+            _padded(tokens, device), *(x.to(device) for x in (parents_BR, depth_BR, ancestors_BRR))
         )
 
     @functools.cached_property
