@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dflash_core.blocks import attention_masks
 from dflash_core.draft_tree import DraftTree, best_first, chain
 from dflash_core.errors import InputError
 from dflash_core.model import SLIDING, Drafter, DrafterShape
@@ -119,15 +118,21 @@ class NoProposer:
 class BlockProposer:
     """A drafter whose context keys and values grow with the committed rows only.
 
-    Args:
-        embedding, head: the target's [V, H], frozen.
+    Args, see `speculate_steps`: embedding, head, token_ids.
     """
 
-    def __init__(self, drafter: Drafter, embedding: Tensor, head: Tensor) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        embedding: Tensor,
+        head: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
         self._drafter = drafter
         self._shape = drafter.shape
         self._head = head
         self._embedding = embedding
+        self._token_ids = token_ids
         self._context: list[KeyValues] = []
         self._lengths: list[int] = []
 
@@ -161,9 +166,14 @@ class BlockProposer:
         ids = torch.tensor([[token, *[mask] * (slots - 1)] for token in bonus])
         embeds_BKH = self._embedding[ids.to(self._head.device)].to(self._drafter.fc.weight.dtype)
         context = [layer.view(max(self._lengths)) for layer in self._context]
-        masks = batch_block_masks(self._shape, self._lengths, self._head.device)
+        masks = block_masks(self._shape, self._lengths, self._head.device)
         hidden_BKH = self._drafter(embeds_BKH, self._positions(slots), context, masks)
-        return hidden_BKH[:, 1 : num_drafts + 1].to(self._head.dtype) @ self._head.T
+        logits_BDV = hidden_BKH[:, 1 : num_drafts + 1].to(self._head.dtype) @ self._head.T
+        if self._token_ids is None:
+            return logits_BDV
+        whole_BDV = logits_BDV.new_full((*logits_BDV.shape[:2], len(self._embedding)), -torch.inf)
+        whole_BDV[..., self._token_ids] = logits_BDV
+        return whole_BDV
 
     def _positions(self, num_rows: int) -> Tensor:
         """The next positions of each sequence, [B, num_rows]."""
@@ -173,21 +183,15 @@ class BlockProposer:
         )
 
 
-def block_masks(shape: DrafterShape, num_context: int, device: torch.device) -> dict[str, Tensor]:
-    """What the slots of one block behind `num_context` rows may attend to; the masks of training.
-
-    Returns:
-        For each kind of layer, bool [1, 1, K, T + K], True where a slot may attend; context keys first.
-    """
-    one_document_T = torch.zeros(num_context, dtype=torch.int64, device=device)
-    anchor_N = torch.tensor([num_context], device=device)
-    return attention_masks(shape, anchor_N, torch.zeros_like(anchor_N), one_document_T)
-
-
-def batch_block_masks(
+def block_masks(
     shape: DrafterShape, num_context: list[int], device: torch.device
 ) -> dict[str, Tensor]:
-    """`block_masks` for sequences of these lengths, [B, 1, K, T + K] with T the longest."""
+    """What the slots of a block may attend to behind so many rows of each sequence; as in training.
+
+    Returns:
+        For each kind of layer, bool [B, 1, K, T + K] with T the most rows, True where a slot may attend;
+        context keys first.
+    """
     lengths_B11 = torch.tensor(num_context, device=device)[:, None, None]
     context_T = torch.arange(max(num_context), device=device)
     slots_K = torch.arange(shape.block_size, device=device)
@@ -287,14 +291,16 @@ def speculate_steps(
     prompts: Sequence[list[int]],
     decoding: Decoding,
     seeds: Sequence[int] | None = None,
+    token_ids: Tensor | None = None,
 ) -> Iterator[Step]:
     """The target with a drafter on several prompts; steps of different prompts come interleaved.
 
     Args:
         model: the target, as `load_causal_lm` returns it.
-        embedding, head: the target's [V, H], on the drafter's device.
+        embedding, head: the target's [V, H], on the drafter's device; or a head of the drafter's own.
         prompts: token ids, at least one each.
         seeds: of each prompt's samples; their index when None. Samples do not depend on the batch.
+        token_ids: target's token of each row of a head over a reduced vocabulary, int64.
 
     Raises:
         InputError: the drafter was made for a target of another size or for shorter blocks, or trees are
@@ -312,7 +318,7 @@ def speculate_steps(
             f"max_drafts is {decoding.max_drafts}, but the drafter was trained for blocks of "
             f"{shape.block_size}, the bonus token included; use at most {most}"
         )
-    proposer = BlockProposer(drafter, embedding, head)
+    proposer = BlockProposer(drafter, embedding, head, token_ids)
     max_drafts = decoding.max_drafts or most
     return decode_steps(
         model, proposer, shape.target_layer_ids, max_drafts, prompts, decoding, seeds

@@ -19,7 +19,7 @@ from dflash_core.config import TargetConfig
 if TYPE_CHECKING:
     from dflash_core.chat import Chat
     from dflash_core.decode import Decoding, Step
-    from dflash_core.model import Drafter
+    from dflash_core.import_drafter import ImportedDrafter
 
 console = Console(highlight=False)
 
@@ -30,7 +30,7 @@ DrafterPath = Annotated[
     str,
     typer.Argument(
         metavar="DRAFTER",
-        help="Folder or URL of an export, or the path of a run under the root, such as runs/demo-0123456789ab.",
+        help="Folder, URL or hub id of a drafter, or a run under the root, such as runs/demo-0123456789ab.",
     ),
 ]
 Target = Annotated[str, typer.Option(help="Hugging Face id or folder of the target.")]
@@ -121,10 +121,16 @@ class Session:
         dtype = "float32" if where.type == "cpu" else "bfloat16"
         config = TargetConfig(id=target, dtype=dtype)
         with console.status("loading"):
-            self.drafter = load_drafter(drafter, root, config)
+            found = load_drafter(drafter, root, config)
             self.chat = Chat(load_tokenizer(config), thinking)
-            self.model = load_causal_lm(config, where)
-            self.drafter.to(where, self.model.dtype).requires_grad_(False)
+            self.model: Any = load_causal_lm(config, where)
+            self.drafter = found.build().to(where, self.model.dtype).requires_grad_(False)
+            self.embedding = self.model.get_input_embeddings().weight
+            self.head, self.token_ids = self.model.get_output_embeddings().weight, None
+            if found.head_DH is not None:
+                self.head = found.head_DH.to(where, self.model.dtype)
+            if found.token_ids_D is not None:
+                self.token_ids = found.token_ids_D.to(where)
             self.stop_ids = stop_ids(self.model, self.chat)
 
     def decoding(
@@ -141,38 +147,41 @@ class Session:
         """The answer to a conversation, step by step."""
         from dflash_core.decode import speculate_steps
 
-        model: Any = self.model
+        prompt = self.chat.encode(self.chat.render(messages, None, prompt=True))
         return speculate_steps(
-            model,
+            self.model,
             self.drafter,
-            model.get_input_embeddings().weight,
-            model.get_output_embeddings().weight,
-            [self.chat.encode(self.chat.render(messages, None, prompt=True))],
+            self.embedding,
+            self.head,
+            [prompt],
             decoding,
             [seed],
+            self.token_ids,
         )
 
 
-def load_drafter(path: str, root: str, target: TargetConfig) -> Drafter:
-    """The drafter of an export folder, of an export's URL, or of a run under `root`.
+def load_drafter(path: str, root: str, target: TargetConfig) -> ImportedDrafter:
+    """The drafter of a run under `root`, or of a folder, URL or hub id.
 
     Raises:
         InputError: there is none at `path`.
         MismatchError: the run is of another target.
     """
-    from dflash_core import checkpoint, export
+    from dflash_core import checkpoint
+    from dflash_core.import_drafter import ImportedDrafter, read_drafter
     from dflash_core.manifest import Dataset, require_same
     from dflash_core.storage import Storage
-    from dflash_core.target import identify
+    from dflash_core.target import identify, text_config
 
     if not path.startswith("runs/"):
-        return export.load_exported(path)[0]
+        return read_drafter(path, num_target_layers=text_config(target).num_hidden_layers)
     run = Dataset.open(Storage.from_url(root), path)
     contract = run.require_stage("runs").facts["contract"]
     ours = identify(target).contract()
     theirs = {key: contract.get(key) for key in ours}
     require_same(f"target {target.id!r} and {path}", ours, theirs, "give the run's own target")
-    return checkpoint.load_drafter(run)[0]
+    drafter, shape, step = checkpoint.load_drafter(run)
+    return ImportedDrafter("run", shape, drafter.state_dict(), None, None, f"step {step}")
 
 
 # --- the screen --------------------------------------------------------------------------------
