@@ -11,11 +11,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from contextvars import copy_context
-from functools import partial
 from threading import Event, Lock, Semaphore
 from types import FunctionType
 from typing import Any, TypeVar
@@ -41,9 +38,7 @@ from dflash_core.progress import Progress
 from dflash_core.storage import Storage
 from flows import events
 from flows.gpu_limits import holding
-from flows.gpu_page import gpus_on_page
 from flows.params import StageParams
-from flows.server import once, patiently
 
 MAX_TASKS = 1000  # task runs of one flow run; beyond a few thousand the UI loses some
 PROGRESS_EVERY_S = 5.0  # an update costs the server about 90 ms
@@ -65,7 +60,6 @@ class StageResult(BaseModel):
     path: str
     url: str
     fingerprint: str
-    run_id: str
     reused: bool
     seconds: float
     facts: dict[str, Any]
@@ -124,7 +118,11 @@ def results_block(root: Storage) -> str:
     if parts.scheme == "s3":
         from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
 
-        parameters = AwsClientParameters(endpoint_url=os.environ.get("AWS_ENDPOINT_URL"))
+        # boto3's own retries give up after 9 s without a server; these last for minutes.
+        retries = {"mode": "standard", "total_max_attempts": 20}
+        parameters = AwsClientParameters(
+            endpoint_url=os.environ.get("AWS_ENDPOINT_URL"), config={"retries": retries}
+        )
         block = S3Bucket(
             bucket_name=parts.netloc,
             bucket_folder=f"{parts.path.strip('/')}/_prefect",
@@ -192,26 +190,19 @@ class Stage:
         Args:
             job: work that needs the target on a device; the task finds its workers with `workers_of`.
         """
-        dataset, left = self._dataset, set(missing) & set(units)
+        dataset, left = self._dataset, set(missing)
         assert dataset is not None, "has_work comes first"
         get_run_logger().info(
             "%d of %d units are missing in %s", len(left), len(units), dataset.url
         )
-        storage = patiently(results_block, self.root)
-        with (
-            _told(),
-            gpus_on_page(),
-            _devices(job) as width,
-            _stage_progress(len(units), len(units) - len(left)) as advance,
-        ):
+        storage = results_block(self.root)
+        with _told(), _devices(job) as width:
             slots, failed, futures = Semaphore(width), Event(), []
 
-            def ended(future: Any, news: int) -> None:
+            def ended(future: Any) -> None:
                 try:
                     future.wait()
-                    if future.state.is_completed():
-                        advance(news)
-                    else:
+                    if not future.state.is_completed():
                         failed.set()
                 finally:
                     slots.release()
@@ -221,11 +212,10 @@ class Stage:
                 if failed.is_set():
                     break
                 name = f"{span_task.name} {part[0]}" + (f" to {part[-1]}" if len(part) > 1 else "")
-                news = sum(unit in left for unit in part)
-                options = {"result_storage": storage, "refresh_cache": news > 0}
+                options = {"result_storage": storage, "refresh_cache": any(u in left for u in part)}
                 submit = span_task.with_options(task_run_name=name, **options).submit
                 futures.append(submit(params=params, path=dataset.path, units=part))
-                futures[-1].add_done_callback(partial(ended, news=news))
+                futures[-1].add_done_callback(ended)
             for future in futures:
                 future.result()
 
@@ -234,10 +224,9 @@ class Stage:
         dataset, seconds = self._dataset, time.monotonic() - self._start
         assert dataset is not None, "has_work comes first"
         facts = dataset.facts
-        patiently(
-            create_table_artifact,
+        create_table_artifact(
             table=table or facts_table(facts),
-            key=f"{flow_run.flow_name}-summary".replace("_", "-"),
+            key=f"{flow_run.flow_name}-summary",
             description=dataset.url,
         )
         verb = "reused" if self._reused else "wrote"
@@ -247,7 +236,6 @@ class Stage:
             path=dataset.path,
             url=dataset.url,
             fingerprint=dataset.fingerprint,
-            run_id=str(flow_run.id),
             reused=self._reused,
             seconds=seconds,
             facts=facts,
@@ -309,47 +297,20 @@ def _told() -> Generator[None]:
 
 
 @contextmanager
-def _stage_progress(total: int, done: int) -> Generator[Callable[[int], None]]:
-    """The bar of the whole stage; what it yields is told how many units a span added."""
-    lock, stage = Lock(), str(flow_run.flow_name)
-    with progress_on_page(stage, f"{stage}, all units", start=done, key="stage") as progress:
-
-        def advance(news: int) -> None:
-            nonlocal done
-            with lock:
-                done += news
-                if not _stopping.is_set():
-                    progress(done, total, {})
-
-        yield advance
-
-
-@contextmanager
-def progress_on_page(
-    stage: str, what: str, *, start: int = 0, key: str = "progress"
-) -> Generator[Progress]:
+def progress_on_page(stage: str, what: str) -> Generator[Progress]:
     """A progress bar on the run's page, a line a minute in its log, and an event for the stall automation.
 
     The progress raises `Stopped` once the run is cancelled.
-
-    Args:
-        start: units that were done before; they say nothing about the time that is left.
-        key: the artifact is `<stage>-<key>`, letters, digits and dashes.
     """
     logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
-    artifact: Any = patiently(
-        create_progress_artifact,
-        progress=0.0,
-        key=f"{stage}-{key}".replace("_", "-"),
-        description=what,
+    artifact: Any = create_progress_artifact(
+        progress=0.0, key=f"{stage}-progress", description=what
     )
     began = shown = logged = time.monotonic()
-    told, reached = began, start
-    # Updates go out from a thread: while the server is slow or away, the work goes on.
-    sending: Future | None = None
+    told, reached = began, 0
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:
-        nonlocal shown, logged, told, reached, sending
+        nonlocal shown, logged, told, reached
         if _stopping.is_set():
             raise Stopped(f"{what}: stopped at {done} of {total}")
         now = time.monotonic()
@@ -358,16 +319,11 @@ def progress_on_page(
             if done > reached and now - told >= events.EVERY_S:
                 told, reached = now, done
                 events.emit(events.COMMITTED, run_id, done=done, total=total)
-            busy = sending is not None and not sending.done()
-            if not last and (busy or now - shown < PROGRESS_EVERY_S):
+            if now - shown < PROGRESS_EVERY_S and not last:
                 return
             shown = now
-            left_s = (now - began) / max(1, done - start) * (total - done)
-            text = progress_text(done, total, left_s, numbers)
-            sending = sender.submit(
-                copy_context().run,
-                once,
-                update_progress_artifact,
+            text = progress_text(done, total, now - began, numbers)
+            update_progress_artifact(
                 artifact,
                 progress=100.0 * done / max(total, 1),
                 description=f"{what}: {text}",
@@ -376,15 +332,15 @@ def progress_on_page(
                 logged = now
                 logger.info("%s: %s", what, text)
 
-    with ThreadPoolExecutor(1) as sender:
-        yield progress
+    yield progress
 
 
-def progress_text(done: int, total: int, left_s: float, numbers: dict[str, float]) -> str:
+def progress_text(done: int, total: int, seconds: float, numbers: dict[str, float]) -> str:
     """`120/299, 4 min left, tokens_per_s 310`: for the page and the log."""
     parts = [f"{done:,}/{total:,}"]
-    if done < total:
-        parts.append(f"{left_s:.0f} s left" if left_s < 90 else f"{left_s / 60:,.0f} min left")
+    if 0 < done < total:
+        left = seconds / done * (total - done)
+        parts.append(f"{left:.0f} s left" if left < 90 else f"{left / 60:,.0f} min left")
     return ", ".join([*parts, *(f"{key} {value:,.4g}" for key, value in numbers.items())])
 
 

@@ -8,17 +8,25 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from urllib.request import urlopen
 
 KEY, SECRET, BUCKET = "testkey", "testsecret1234", "dflash-test"
 
 
 class S3Server:
-    """One server in one folder; `kill` and `start` again make an outage with the data kept."""
+    """One server in one folder; `kill` and `start` again make an outage with the data kept.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        options: more options for `weed mini`.
+    """
+
+    def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
         self.folder = folder
-        self.ports = _free_ports(5)
+        self.options = options
+        *self.ports, self.metrics_port = _free_ports(6)
         self.endpoint = f"http://127.0.0.1:{self.ports[0]}"
         self._process: subprocess.Popen | None = None
 
@@ -54,6 +62,8 @@ class S3Server:
             "-admin.ui=false",
             "-master.telemetry=false",
             "-s3.autoCreateBucket=false",
+            f"-metricsPort={self.metrics_port}",
+            *self.options,
         ]
         log = open(self.folder / "weed.log", "ab")  # noqa: SIM115 - the process keeps it
         self._process = subprocess.Popen(
@@ -64,6 +74,16 @@ class S3Server:
             start_new_session=True,
         )
         self._wait(time.monotonic() + wait_s)
+
+    def requests(self) -> Counter[str]:
+        """S3 requests so far, by type (`PutObject`, `GetObject`, ...)."""
+        found: Counter[str] = Counter()
+        text = urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics").read().decode()
+        for line in text.splitlines():
+            if line.startswith("SeaweedFS_s3_request_total{"):
+                labels, _, value = line.rpartition(" ")
+                found[labels.partition('type="')[2].partition('"')[0]] += int(float(value))
+        return found
 
     def kill(self) -> None:
         self._stop(signal.SIGKILL)

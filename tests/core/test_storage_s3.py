@@ -1,13 +1,15 @@
 """The storage rules on a real S3 server, and each way it can refuse us told apart."""
 
+import json
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from dflash_core.errors import StorageError
 from dflash_core.storage import Storage
-from tests.s3 import SECRET, S3Server
+from tests.s3 import BUCKET, KEY, SECRET, S3Server
 
 pytestmark = pytest.mark.server
 
@@ -25,6 +27,16 @@ def test_put_get_list_delete_and_create_only(s3_url):
     storage.delete(["a/b"])
     with pytest.raises(FileNotFoundError):
         storage.get("a/b")
+
+
+def test_a_version_is_replaced_once(s3_url):
+    storage = Storage.from_url(s3_url)
+    storage.put("k", b"damaged")
+    data, version = storage.get_version("k")
+    assert data == b"damaged"
+    assert storage.replace("k", [b"wh", b"ole"], version)
+    assert not storage.replace("k", b"late", version)
+    assert storage.get("k") == b"whole"
 
 
 def test_of_many_writers_of_one_key_one_wins(s3_url):
@@ -64,6 +76,62 @@ def test_preflight_tells_refusals_apart_and_keeps_the_secret(
     with pytest.raises(StorageError, match=words) as caught:
         Storage.from_url(url or s3_url).preflight()
     assert SECRET not in str(caught.value)
+
+
+@pytest.mark.timeout(180)
+def test_preflight_says_that_a_key_may_not_list(tmp_path, monkeypatch):
+    def identity(name: str, secret: str, actions: list[str]) -> dict:
+        credentials = [{"accessKey": name, "secretKey": secret}]
+        return {"name": name, "credentials": credentials, "actions": actions}
+
+    identities = [
+        identity(KEY, SECRET, ["Admin", "Read", "List", "Tagging", "Write"]),
+        identity("writer", "writersecret", ["Read", "Write"]),
+    ]
+    config = tmp_path / "s3.json"
+    config.write_text(json.dumps({"identities": identities}))
+    server = S3Server(tmp_path, [f"-s3.config={config}"])
+    server.start()
+    try:
+        environment = {"AWS_ACCESS_KEY_ID": "writer", "AWS_SECRET_ACCESS_KEY": "writersecret"}
+        for name, value in {**server.environment, **environment}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(StorageError, match=r"cannot list .* 'writer' lacks the permission"):
+            Storage.from_url(f"s3://{BUCKET}/x").preflight()
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("RequestTimeTooSkewed", "set the clock"),
+        ("ExpiredToken", "renew AWS_SESSION_TOKEN"),
+        ("AccessDenied", "lacks the permission"),
+    ],
+)
+def test_preflight_understands_refusals_that_our_server_never_sends(monkeypatch, code, words):
+    class Refuse(BaseHTTPRequestHandler):
+        def do_PUT(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Refuse) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEY)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(StorageError, match=f"cannot write .*{words}.*{code}") as caught:
+            Storage.from_url("s3://bucket/x").preflight()
+        assert SECRET not in str(caught.value)
+        server.shutdown()
 
 
 def test_an_outage_of_fifteen_seconds_loses_no_write(tmp_path, monkeypatch):
