@@ -18,6 +18,7 @@ from dflash_core.hidden_states import (
     read_layout,
 )
 from dflash_core.manifest import Dataset, require_same
+from dflash_core.record_index import write_record_index
 from dflash_core.storage import Storage
 from dflash_core.target import (
     check_layer_ids,
@@ -59,7 +60,7 @@ def plan(
     )
     if not dataset.complete:
         hidden_size = text_config(target).hidden_size
-        num_taps = len(contract["target_layer_ids"])
+        num_taps = len(contract["target_layer_ids"]) + resolved.last
         layout = create_store(
             dataset, Tokens.open(tokens), num_taps, hidden_size, contract, resolved
         )
@@ -96,6 +97,7 @@ def seal(dataset: Dataset) -> dict:
         "size_bytes": sum(shard["size"] for record in records for shard in record["shards"]),
         "absmax": max(record["absmax"] for record in records),
         "kernels": read_kernels(dataset),
+        "records": write_record_index(dataset, layout, records),
         "contract": contract,
     }
     return dataset.seal(names, facts)
@@ -123,15 +125,27 @@ def contract_of(tokens: Dataset, target: TargetConfig, config: ExtractConfig) ->
     num_layers = text_config(target).num_hidden_layers
     layer_ids = config.target_layer_ids or default_target_layer_ids(num_layers)
     check_layer_ids(layer_ids, num_layers)
+    if (config.last or config.teacher_top_k) and num_layers - 1 in layer_ids:
+        raise InputError(
+            f"extract.target_layer_ids {layer_ids} holds the last layer, {num_layers - 1}, which extract.last and "
+            "extract.teacher_top_k tap themselves; leave it out of the list"
+        )
     return {
         **identity,
         "target_dtype": target.dtype,
         "target_layer_ids": layer_ids,
         "layer_convention": CONVENTION,
-        "dtype": "bfloat16",
+        "dtype": config.dtype,
+        "last_layer_id": num_layers - 1 if config.last or config.teacher_top_k else None,
         "thinking": made_with["thinking"],
         "tokens": tokens.fingerprint,
     }
+
+
+def tapped_layer_ids(contract: dict) -> list[int]:
+    """Layers that extraction taps: the drafter's context, then the last one where its states are wanted."""
+    last = contract["last_layer_id"]
+    return [*contract["target_layer_ids"], *([] if last is None else [last])]
 
 
 def _require_space(dataset: Dataset, layout: Layout, total_tokens: int) -> None:

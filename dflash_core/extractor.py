@@ -20,20 +20,21 @@ import signal
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dflash_core import parity
+from dflash_core import float8, parity
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig
 from dflash_core.errors import InputError
-from dflash_core.extraction import KERNELS, contract_of, read_kernels
+from dflash_core.extraction import KERNELS, contract_of, read_kernels, tapped_layer_ids
 from dflash_core.hidden_states import Written, check_rows, read_contract, read_layout, write_pack
 from dflash_core.manifest import Dataset, canonical_json, require_same
 from dflash_core.packed_forward import can_pack, compile_parts, enable_packing, packed_forward
@@ -48,6 +49,7 @@ from dflash_core.target import (
     tap_layers,
     text_config,
 )
+from dflash_core.teacher import Teacher
 from dflash_core.tokenization import Tokens
 
 log = logging.getLogger(__name__)
@@ -62,12 +64,19 @@ class _Slot:
 
     hidden_TLH: Tensor
     range_2: Tensor
+    extras: dict[str, Tensor]
     events: tuple[torch.cuda.Event, ...] = ()
 
     def wait(self) -> None:
         """Returns when the pack's bytes are in `hidden_TLH`."""
         if self.events:
             self.events[2].synchronize()
+
+    def states(self) -> Tensor:
+        """The states as numbers, whatever type they are stored in."""
+        if self.hidden_TLH.dtype == float8.DTYPE:
+            return float8.dequantize(self.hidden_TLH, self.extras["scale"])
+        return self.hidden_TLH
 
     def seconds(self) -> tuple[float, float]:
         """Of the forward and of the copy to the host, on the device's clock."""
@@ -116,14 +125,13 @@ class Extractor:
         self._layout = read_layout(dataset)
         self._tokens = Tokens.open(tokens)
         self._runtime = runtime
-        self._layer_ids: list[int] = contract["target_layer_ids"]
+        self._layer_ids = tapped_layer_ids(contract)
         self._num_rows: int = text_config(target).vocab_size
         self._dtype: torch.dtype = getattr(torch, target.dtype)
         self._device = resolve_device(runtime.device)
-        if self._device.index is not None:
-            torch.cuda.set_device(self._device)  # else pinned memory opens a context on the first GPU
         self._body = body or load_body(target, self._layer_ids, self._device)
         require_fast_kernels(self._body, self._device, runtime.slow_kernels)
+        self._teacher = Teacher(target, self._body) if self._layout.teacher_top_k else None
         self._most_tokens = runtime.batch_tokens
         self._stop = threading.Event()
         self._slots: list[_Slot] = []
@@ -253,23 +261,39 @@ class Extractor:
                 began = time.perf_counter()
                 self._forward(pack, slot.hidden_TLH)
                 slot.range_2.copy_(_range(slot.hidden_TLH))
+                slot.extras.update(self._teacher_arrays(pack, slot.hidden_TLH))
                 self._seconds["forward"] += time.perf_counter() - began
             else:
-                with self._gpu.next_buffer(slot) as buffer_TLH:
+                with self._gpu.next_buffer(slot, partial(self._stored, pack)) as buffer_TLH:
                     self._forward(pack, buffer_TLH)
+
+    def _stored(self, pack: Pack, states_TLH: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """What the store keeps of a pack, on the device: states in their stored type, and other arrays."""
+        extras = self._teacher_arrays(pack, states_TLH)
+        states_TLH = states_TLH[:, : self._layout.num_taps]
+        if self._layout.torch_dtype == float8.DTYPE:
+            extras["scale"] = float8.scales(states_TLH)
+            states_TLH = float8.quantize(states_TLH, extras["scale"])
+        return states_TLH, extras
+
+    def _teacher_arrays(self, pack: Pack, states_TLH: Tensor) -> dict[str, Tensor]:
+        if self._teacher is None:
+            return {}
+        return self._teacher.arrays(states_TLH[:, -1], pack.num_tokens, self._layout.teacher_top_k)
 
     def _write(self, pack: Pack, slot: _Slot) -> Written:
         slot.wait()
         low, high = slot.range_2.tolist()
         absmax = max(-low, high)
         if not np.isfinite(absmax):
-            check_rows(pack, slot.hidden_TLH)  # raises, and names the sample
+            check_rows(pack, slot.states())  # raises, and names the sample
         facts = {
             "path": self.path,
             "device": self._device.type,
             "torch": str(torch.__version__),
         }
-        return write_pack(self._dataset, self._layout, pack, slot.hidden_TLH, absmax, facts)
+        stored_TLH = slot.hidden_TLH[:, : self._layout.num_taps]
+        return write_pack(self._dataset, self._layout, pack, stored_TLH, absmax, facts, slot.extras)
 
     def _forward(self, pack: Pack, out_TLH: Tensor) -> None:
         """The pack's states into `out_TLH`, zeros past its last sample.
@@ -365,13 +389,25 @@ class Extractor:
         size = layout.pack_tokens * layout.row_bytes
         most = max(2, min(self._runtime.writer_threads + 2, self._runtime.slot_bytes // size))
         while len(self._slots) < min(most, num_packs):
-            shape = (layout.pack_tokens, layout.num_taps, layout.hidden_size)
-            hidden_TLH = torch.empty(shape, dtype=torch.bfloat16, pin_memory=self._on_gpu)
-            self._slots.append(_Slot(hidden_TLH, torch.empty(2, pin_memory=self._on_gpu)))
+            self._slots.append(self._new_slot())
+
+    def _new_slot(self) -> _Slot:
+        """On a GPU with room for what is stored; on a CPU for the states of every tap, as computed."""
+        if not self._on_gpu:
+            return _Slot(self._new_buffers(1)[0], torch.empty(2), {})
+        layout, pinned = self._layout, partial(torch.empty, pin_memory=True)
+        rows, extras = layout.pack_tokens, {}
+        if layout.torch_dtype == float8.DTYPE:
+            extras["scale"] = pinned(rows, layout.num_taps)
+        if layout.teacher_top_k:
+            extras["teacher_ids"] = pinned(rows, layout.teacher_top_k, dtype=torch.int32)
+            extras["teacher_logprobs"] = pinned(rows, layout.teacher_top_k, dtype=torch.float16)
+        shape = (rows, layout.num_taps, layout.hidden_size)
+        return _Slot(pinned(shape, dtype=layout.torch_dtype), pinned(2), extras)
 
     def _new_buffers(self, count: int) -> list[Tensor]:
         layout = self._layout
-        shape = (layout.pack_tokens, layout.num_taps, layout.hidden_size)
+        shape = (layout.pack_tokens, len(self._layer_ids), layout.hidden_size)
         return [torch.empty(shape, dtype=torch.bfloat16, device=self._device) for _ in range(count)]
 
     def _numbers(self, tally: _Tally, slots_in_use: int) -> dict[str, float]:
@@ -423,8 +459,10 @@ class _Gpu:
         self.tokens_per_s_at_peak = rate / flops_per_token(body)
 
     @contextmanager
-    def next_buffer(self, slot: _Slot) -> Generator[Tensor]:
-        """A buffer to compute a pack into; what is in it at the end goes to the slot, later."""
+    def next_buffer(
+        self, slot: _Slot, stored: Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
+    ) -> Generator[Tensor]:
+        """A buffer to compute a pack into; what `stored` makes of it at the end goes to the slot, later."""
         began, ended, copied = (
             # Blocking: a writer that waits must not spin on a core.
             torch.cuda.Event(enable_timing=True, blocking=True)
@@ -435,13 +473,15 @@ class _Gpu:
             compute.wait_event(emptied)
         began.record(compute)
         yield buffer_TLH
-        range_2 = _range(buffer_TLH)
+        hidden_TLH, extras = stored(buffer_TLH)
+        pairs = [(slot.hidden_TLH, hidden_TLH), (slot.range_2, _range(buffer_TLH))]
+        pairs += [(slot.extras[name], values) for name, values in extras.items()]
         ended.record(compute)
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(ended)
-            slot.hidden_TLH.copy_(buffer_TLH, non_blocking=True)
-            slot.range_2.copy_(range_2, non_blocking=True)
-            range_2.record_stream(self._copies)
+            for host, device in pairs:
+                host.copy_(device, non_blocking=True)
+                device.record_stream(self._copies)
             copied.record(self._copies)
         slot.events = (began, ended, copied)
         self._emptied[self._turn] = copied

@@ -7,11 +7,16 @@
     start, length             int64, int32 [num_samples]: rows start .. start + length are the sample's
     _commits/<pack>.json      commit records: which objects count, with size and a crc32c for each chunk
 
+and, where they were asked for, one object a pack each:
+
+    scale/c/<pack>/0          float32 [packs * T, L], when `hidden` is float8
+    teacher_ids, teacher_logprobs   uint32, float16 [packs * T, K]
+
 zarr-python writes the metadata, once. Objects of packs are encoded here and sent as one PUT each, which
 costs a fraction of the time and CPU; the bytes are those of the `sharding_indexed` codec. A pack that
 has no commit record does not exist, whatever objects lie there.
 
-Shape letters: T rows of a pack, L taps, H hidden size.
+Shape letters: T rows of a pack, L taps, H hidden size, K most likely tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +24,11 @@ from __future__ import annotations
 import json
 import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import google_crc32c
@@ -28,10 +36,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_core import float8
 from dflash_core.config import ExtractConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError, StorageError
 from dflash_core.manifest import Dataset, finite, require_same
+from dflash_core.object_cache import ObjectCache
 from dflash_core.packing import Pack
+from dflash_core.record_index import RecordIndex
+from dflash_core.shards import (
+    CODECS,
+    CRC_BYTES,
+    Chunks,
+    Damaged,
+    decompress,
+    encode,
+    inspect,
+    receive,
+    shard_tail,
+)
+from dflash_core.storage import stream_file
 
 if TYPE_CHECKING:
     from dflash_core.tokenization import Tokens
@@ -39,17 +62,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FORMAT, FORMAT_VERSION = "dflash-hidden-states", 1
-_MISSING = 2**64 - 1  # offset and size of a chunk that is not there, in a Zarr shard index
-_CRC_BYTES = 4
-_READERS = 8  # objects of a pack fetched at once; one S3 connection carries 50 to 90 MB/s
+# Objects of a pack that move at once; one S3 connection carries 50 to 90 MB/s.
+_WRITERS, _READERS = 4, 8
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 
 
 # --- layout ------------------------------------------------------------------------------------
 
 
+class SideArray(NamedTuple):
+    """An array beside `hidden` with one chunk, hence one object, a pack."""
+
+    dtype: str
+    columns: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Layout:
-    """Shapes of a store and the place of every byte in it."""
+    """Shapes of a store and the place of every byte in it.
+
+    Attributes:
+        num_taps: L, with the tap `last` when there is one.
+        last: the last tap is the target's final hidden state, before the norm; no context of a drafter.
+        dtype, codec, teacher_top_k: as in `ExtractConfig`.
+    """
 
     num_packs: int
     pack_tokens: int
@@ -57,14 +93,24 @@ class Layout:
     hidden_size: int
     chunk_rows: int
     shard_rows: int
+    # Stores from before these existed do not name them.
+    dtype: str = "bfloat16"
+    codec: str = "none"
+    last: bool = False
+    teacher_top_k: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Type of the values as they are stored."""
+        return float8.DTYPE if self.dtype == "float8_e4m3" else torch.bfloat16
 
     @property
     def row_bytes(self) -> int:
-        return self.num_taps * self.hidden_size * 2
+        return self.num_taps * self.hidden_size * self.torch_dtype.itemsize
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of an inner chunk without its checksum."""
+        """Bytes of an inner chunk before a codec and without its checksum."""
         return self.chunk_rows * self.row_bytes
 
     @property
@@ -75,8 +121,27 @@ class Layout:
     def shards_per_pack(self) -> int:
         return self.pack_tokens // self.shard_rows
 
+    @property
+    def side_arrays(self) -> dict[str, SideArray]:
+        """Names and types of the other arrays with an object a pack."""
+        arrays = {"input_ids": SideArray("<u4", ()), "loss_mask": SideArray("|u1", ())}
+        if self.torch_dtype == float8.DTYPE:
+            arrays["scale"] = SideArray("<f4", (self.num_taps,))
+        if self.teacher_top_k:
+            arrays["teacher_ids"] = SideArray("<u4", (self.teacher_top_k,))
+            arrays["teacher_logprobs"] = SideArray("<f2", (self.teacher_top_k,))
+        return arrays
+
     def shard_key(self, pack: int, shard: int) -> str:
         return f"hidden/c/{pack * self.shards_per_pack + shard}/0/0"
+
+    def side_key(self, name: str, pack: int) -> str:
+        return f"{name}/c/{pack}" + "/0" * len(self.side_arrays[name].columns)
+
+    def keys(self, pack: int) -> list[str]:
+        """Every object that the pack can have."""
+        shards = [self.shard_key(pack, shard) for shard in range(self.shards_per_pack)]
+        return [*shards, *(self.side_key(name, pack) for name in self.side_arrays)]
 
     def chunks_in_shards(self, num_tokens: int) -> list[int]:
         """Inner chunks of each shard that hold tokens, for the shards of a pack that hold any."""
@@ -94,18 +159,24 @@ def choose_layout(
     largest number of chunks that divides a pack and stays within `config.shard_bytes`, at least one.
     """
     chunk_rows = max(d for d in _divisors(pack_tokens) if d <= config.chunk_rows)
-    chunk_bytes = chunk_rows * num_taps * hidden_size * 2
-    fitting = [
-        d for d in _divisors(pack_tokens // chunk_rows) if d * chunk_bytes <= config.shard_bytes
-    ]
-    return Layout(
+    layout = Layout(
         num_packs=num_packs,
         pack_tokens=pack_tokens,
         num_taps=num_taps,
         hidden_size=hidden_size,
         chunk_rows=chunk_rows,
-        shard_rows=chunk_rows * max(fitting, default=1),
+        shard_rows=chunk_rows,
+        dtype=config.dtype,
+        codec=config.codec,
+        last=config.last,
+        teacher_top_k=config.teacher_top_k,
     )
+    fitting = [
+        d
+        for d in _divisors(pack_tokens // chunk_rows)
+        if d * layout.chunk_bytes <= config.shard_bytes
+    ]
+    return replace(layout, shard_rows=chunk_rows * max(fitting, default=1))
 
 
 def _divisors(number: int) -> list[int]:
@@ -150,28 +221,39 @@ def create_store(
 def _metadata_objects(layout: Layout, tokens: Tokens, attributes: dict) -> dict[str, bytes]:
     """Key and bytes of everything that is known before the first pack, the group last."""
     import zarr
-    from zarr.codecs import Crc32cCodec
+    from zarr.codecs import BloscCodec, Crc32cCodec
     from zarr.storage import MemoryStore
 
-    from dflash_core.zarr_bfloat16 import BFloat16
+    from dflash_core.zarr_bfloat16 import BFloat16, Float8E4M3
 
     objects: dict = {}
     store = MemoryStore(objects)
     rows, taps = layout.num_packs * layout.pack_tokens, (layout.num_taps, layout.hidden_size)
     checked: dict[str, Any] = {"compressors": [Crc32cCodec()], "filters": None, "fill_value": 0}
+    compressors: list[Any] = [Crc32cCodec()]
+    if blosc := CODECS[layout.codec]:
+        options: dict[str, Any] = blosc._asdict()
+        compressors.insert(0, BloscCodec(typesize=layout.torch_dtype.itemsize, **options))
     zarr.create_array(
         store,
         name="hidden",
         shape=(rows, *taps),
         shards=(layout.shard_rows, *taps),
         chunks=(layout.chunk_rows, *taps),
-        dtype=BFloat16(),
+        dtype=Float8E4M3() if layout.torch_dtype == float8.DTYPE else BFloat16(),
         dimension_names=("row", "tap", "hidden"),
-        **checked,
+        compressors=compressors,
+        filters=None,
+        fill_value=0,
     )
-    for name, dtype in (("input_ids", "uint32"), ("loss_mask", "uint8")):
+    for name, (dtype, columns) in layout.side_arrays.items():
         zarr.create_array(
-            store, name=name, shape=(rows,), chunks=(layout.pack_tokens,), dtype=dtype, **checked
+            store,
+            name=name,
+            shape=(rows, *columns),
+            chunks=(layout.pack_tokens, *columns),
+            dtype=np.dtype(dtype).name,
+            **checked,
         )
     length = np.diff(tokens.offset).astype(np.int32)
     start = tokens.pack.astype(np.int64) * layout.pack_tokens + tokens.row
@@ -259,7 +341,13 @@ def check_rows(pack: Pack, hidden_TLH: Tensor) -> float:
 
 
 def write_pack(
-    dataset: Dataset, layout: Layout, pack: Pack, hidden_TLH: Tensor, absmax: float, facts: dict
+    dataset: Dataset,
+    layout: Layout,
+    pack: Pack,
+    hidden_TLH: Tensor,
+    absmax: float,
+    facts: dict,
+    extras: Mapping[str, Tensor] = _NOTHING,
 ) -> Written:
     """Encodes, uploads and commits one pack. Safe to call from threads, and again after any failure.
 
@@ -267,29 +355,49 @@ def write_pack(
     that the record and the bytes agree whoever wins; a damaged leftover of an uncommitted pack is replaced.
 
     Args:
-        hidden_TLH: bfloat16 [T, L, H] on the CPU, zeros past the pack's last sample.
+        hidden_TLH: [T, L, H] on the CPU, zeros past the pack's last sample: bfloat16, or, for a float8 store
+            and with `scale` among the extras, float8. A float8 store quantizes bfloat16 here, slowly. The
+            memory is sent as it is, without a copy, so leave it alone until this returns.
         absmax: what `check_rows` returned.
         facts: more fields for the record.
+        extras: the store's other arrays on the CPU: `scale` float32 [T, L], `teacher_ids` and
+            `teacher_logprobs` [T, K].
     """
     shape = (layout.pack_tokens, layout.num_taps, layout.hidden_size)
     assert hidden_TLH.shape == shape, f"{tuple(hidden_TLH.shape)} for a store of {shape}"
-    assert hidden_TLH.dtype == torch.bfloat16
-    raw_T = hidden_TLH.contiguous().view(torch.int16).numpy().reshape(layout.pack_tokens, -1)
-    encode_s = upload_s = 0.0
-    shards = []
-    for shard, num_chunks in enumerate(layout.chunks_in_shards(pack.num_tokens)):
+    arrays = {name: values.numpy() for name, values in extras.items()}
+    arrays |= {"input_ids": pack.input_ids, "loss_mask": pack.loss_mask}
+    if layout.torch_dtype == float8.DTYPE and "scale" not in arrays:
+        arrays["scale"] = float8.scales(hidden_TLH).numpy()
+    sides = {
+        name: _put_side_array(dataset, layout, pack.index, name, arrays[name])
+        for name in layout.side_arrays
+    }
+    made_with_TL = scale_TL = None
+    if layout.torch_dtype == float8.DTYPE:
+        made_with_TL = torch.from_numpy(arrays["scale"])
+        scale_TL = _standing_scale(dataset, sides["scale"], made_with_TL)
+    num_chunks = layout.chunks_in_shards(pack.num_tokens)
+
+    def write_shard(shard: int) -> tuple[dict, float, float]:
         began = time.perf_counter()
         first = shard * layout.shard_rows
-        data = encode_shard(layout, raw_T[first : first + layout.shard_rows], num_chunks)
-        encoded = time.perf_counter()
-        key, tail = layout.shard_key(pack.index, shard), shard_tail(layout, num_chunks)
-        shards.append(_put_object(dataset, pack.index, key, data, layout.chunk_bytes, tail))
-        encode_s += encoded - began
-        upload_s += time.perf_counter() - encoded
+        rows = slice(first, first + num_chunks[shard] * layout.chunk_rows)
+        states_TLH = hidden_TLH[rows].contiguous()
+        if scale_TL is not None and made_with_TL is not None:
+            states_TLH = _in_float8(states_TLH, made_with_TL[rows], scale_TL[rows])
+        bits = states_TLH.view(torch.int16 if states_TLH.itemsize == 2 else torch.uint8).numpy()
+        encoded = encode(bits.reshape(num_chunks[shard], -1), layout.codec, layout.chunks_per_shard)
+        ready = time.perf_counter()
+        key = layout.shard_key(pack.index, shard)
+        item = _put_object(dataset, pack.index, key, *encoded, layout)
+        return item, ready - began, time.perf_counter() - ready
+
+    with ThreadPoolExecutor(min(_WRITERS, len(num_chunks))) as pool:
+        written = list(pool.map(write_shard, range(len(num_chunks))))
     record = {
-        "shards": shards,
-        "input_ids": _put_array(dataset, pack.index, "input_ids", pack.input_ids.astype("<u4")),
-        "loss_mask": _put_array(dataset, pack.index, "loss_mask", pack.loss_mask.astype("u1")),
+        "shards": [item for item, _, _ in written],
+        **sides,
         "num_tokens": pack.num_tokens,
         "num_samples": len(pack.samples),
         "first_row": pack.index * layout.pack_tokens,
@@ -298,97 +406,61 @@ def write_pack(
         "num_nan": 0,
         **facts,
     }
-    return Written(dataset.commit(pack_unit(pack.index), record), encode_s, upload_s)
+    return Written(
+        dataset.commit(pack_unit(pack.index), record),
+        encode_s=sum(seconds for _, seconds, _ in written),
+        upload_s=sum(seconds for _, _, seconds in written),
+    )
 
 
-def encode_shard(layout: Layout, rows: np.ndarray, num_chunks: int) -> np.ndarray:
-    """One Zarr shard as uint8: chunks with a crc32c each, then the index with its own.
-
-    Args:
-        rows: int16 [shard_rows, L * H], the bits of bfloat16 values.
-        num_chunks: leading chunks that hold tokens; the others are marked missing and take no space.
-    """
-    size, step = layout.chunk_bytes, layout.chunk_bytes + _CRC_BYTES
-    tail = shard_tail(layout, num_chunks)
-    data = np.empty(num_chunks * step + len(tail), np.uint8)
-    source = np.ascontiguousarray(rows).view(np.uint8).reshape(-1)
-    for chunk in range(num_chunks):
-        payload = data[chunk * step : chunk * step + size]
-        payload[:] = source[chunk * size : (chunk + 1) * size]
-        data[chunk * step + size : (chunk + 1) * step] = _crc(payload)
-    data[num_chunks * step :] = np.frombuffer(tail, np.uint8)
-    return data
-
-
-def shard_tail(layout: Layout, num_chunks: int) -> bytes:
-    """The index at a shard's end: offset and size of each chunk, little-endian uint64, and a crc32c."""
-    index = np.full((layout.chunks_per_shard, 2), _MISSING, "<u8")
-    step = layout.chunk_bytes + _CRC_BYTES
-    index[:num_chunks, 0] = np.arange(num_chunks, dtype="<u8") * step
-    index[:num_chunks, 1] = step
-    raw = index.view(np.uint8).reshape(-1)
-    return raw.tobytes() + _crc(raw).tobytes()
-
-
-def chunk_checksums(data: np.ndarray, chunk_bytes: int, tail: bytes) -> list[str] | None:
-    """Hex crc32c of each chunk of an object, or None unless the object is whole.
-
-    Commit records keep one checksum a chunk and none over the object: the crc32c of data that ends in
-    its own crc32c is the same for all data.
-
-    Args:
-        data: uint8, chunks that end in their crc32c, then `tail`.
-        chunk_bytes: size of a chunk without its checksum.
-    """
-    step, end = chunk_bytes + _CRC_BYTES, len(data) - len(tail)
-    if end < 0 or end % step or data[end:].tobytes() != tail:
-        return None
-    found = []
-    for start in range(0, end, step):
-        checksum = _crc(data[start : start + chunk_bytes])
-        if not np.array_equal(checksum, data[start + chunk_bytes : start + step]):
-            return None
-        found.append(_hex(checksum))
-    return found
-
-
-def _crc(data: np.ndarray) -> np.ndarray:
-    """crc32c as 4 little-endian bytes. The C function takes arrays, but no writable memoryview."""
-    return np.frombuffer(google_crc32c.value(data).to_bytes(4, "little"), np.uint8)
-
-
-def _hex(checksum: np.ndarray) -> str:
-    return f"{int(checksum.view('<u4')[0]):08x}"
-
-
-def _put_array(dataset: Dataset, pack: int, name: str, values: np.ndarray) -> dict:
-    """The pack's chunk of one of the small arrays, payload and crc32c."""
-    payload = np.ascontiguousarray(values).view(np.uint8)
-    data = np.concatenate([payload, _crc(payload)])
-    return _put_object(dataset, pack, f"{name}/c/{pack}", data, len(payload), b"")
+def _put_side_array(
+    dataset: Dataset, layout: Layout, pack: int, name: str, values: np.ndarray
+) -> dict:
+    """The pack's chunk of one of the other arrays."""
+    flat = np.ascontiguousarray(values, layout.side_arrays[name].dtype).reshape(-1)
+    return _put_object(dataset, pack, layout.side_key(name, pack), *encode([flat], "none"), layout)
 
 
 def _put_object(
-    dataset: Dataset, pack: int, key: str, data: np.ndarray, chunk_bytes: int, tail: bytes
+    dataset: Dataset, pack: int, key: str, chunks: Chunks, parts: list, layout: Layout
 ) -> dict:
     """Creates the object, or adopts what is there; returns what the commit record says of it."""
-    step = chunk_bytes + _CRC_BYTES
-    ends = range(step, len(data) - len(tail) + 1, step)
-    checksums = [_hex(data[end - _CRC_BYTES : end]) for end in ends]
-    if not dataset.storage.put_new(key, data.data):
-        theirs = np.frombuffer(dataset.storage.get(key), np.uint8)
-        whole = chunk_checksums(theirs, chunk_bytes, tail) if len(theirs) == len(data) else None
-        if whole is not None:
-            checksums = whole
-        elif pack_unit(pack) in dataset.committed():
+    storage, size = dataset.storage, sum(len(part) for part in parts)
+    sharded = key.startswith("hidden/")
+    if not storage.put_new(key, parts):
+        theirs, version = storage.get_version(key)
+        found = inspect(theirs, layout.chunks_per_shard if sharded else 0)
+        fits = found is not None and len(found.sizes) == len(chunks.sizes)
+        if fits and (found.sizes == chunks.sizes or (sharded and CODECS[layout.codec])):
+            chunks, size = found, len(theirs)
+        elif storage.exists(f"_commits/{pack_unit(pack)}.json"):
             raise CorruptError(
-                f"{dataset.url}/{key} of committed pack {pack} is damaged; delete the pack's commit record "
-                f"_commits/{pack_unit(pack)}.json and run the extract stage again"
+                f"{dataset.url}/{key} of committed pack {pack} is damaged; "
+                f"`dflash store repair {dataset.path}` turns the pack into work for the extract stage"
             )
         else:
             log.warning("replacing a damaged leftover: %s/%s", dataset.url, key)
-            dataset.storage.put(key, data.data)
-    return {"key": key, "size": len(data), "crc32c": checksums}
+            if not storage.replace(key, parts, version):  # another writer did it meanwhile
+                return _put_object(dataset, pack, key, chunks, parts, layout)
+    item = {"key": key, "size": size, "crc32c": [f"{value:08x}" for value in chunks.checksums]}
+    return {**item, "chunks": chunks.sizes} if sharded and CODECS[layout.codec] else item
+
+
+def _standing_scale(dataset: Dataset, item: dict, ours_TL: Tensor) -> Tensor:
+    """The scale that stands in the store: ours, or, when another writer was first, his."""
+    if int(item["crc32c"][0], 16) == google_crc32c.value(ours_TL.numpy().tobytes()):
+        return ours_TL
+    theirs = np.frombuffer(dataset.storage.get(item["key"])[:-CRC_BYTES], "<f4")
+    return torch.from_numpy(theirs.copy()).view(ours_TL.shape)
+
+
+def _in_float8(states_TLH: Tensor, made_with_TL: Tensor, scale_TL: Tensor) -> Tensor:
+    """The states as float8 of this scale, whichever type and scale they have."""
+    if states_TLH.dtype == float8.DTYPE:
+        if torch.equal(made_with_TL, scale_TL):
+            return states_TLH
+        states_TLH = float8.dequantize(states_TLH, made_with_TL)
+    return float8.quantize(states_TLH, scale_TL)
 
 
 # --- reading -----------------------------------------------------------------------------------
@@ -397,10 +469,13 @@ def _put_object(
 class HiddenStates:
     """Reads a store by pack or by sample. Safe to use from threads; needs no zarr.
 
+    Memory: what it returns and about 1 MB for each object that is being fetched; two chunks more each where there
+    is a codec, float8, or a tap that is left out.
+
     Attributes:
         start: int64 [num_samples], first row of each sample.
         length: int32 [num_samples].
-        contract: what the states were computed from; readers compare it with what they want.
+        num_taps: L, the taps that are returned.
     """
 
     def __init__(
@@ -410,24 +485,61 @@ class HiddenStates:
         contract: dict,
         start: np.ndarray,
         length: np.ndarray,
+        *,
+        last: bool = False,
+        index: RecordIndex | None = None,
+        cache: ObjectCache | None = None,
     ) -> None:
         self.dataset = dataset
         self.layout = layout
         self.contract = contract
         self.start = start
         self.length = length
+        self.num_taps = layout.num_taps - (layout.last and not last)
+        self._index = index
+        self._cache = cache
         self._records: dict[int, dict] = {}
         self._order = np.argsort(start, kind="stable").astype(np.int32)
         bounds = np.arange(layout.num_packs + 1) * layout.pack_tokens
         self._bounds = np.searchsorted(start[self._order], bounds)
 
     @classmethod
-    def open(cls, dataset: Dataset) -> HiddenStates:
-        """Opens a planned store, complete or not; whether a pack exists is found out when it is read."""
+    def open(
+        cls,
+        dataset: Dataset,
+        *,
+        last: bool = False,
+        cache: ObjectCache | None = None,
+        use_index: bool = True,
+    ) -> HiddenStates:
+        """Opens a planned store, complete or not; whether a pack exists is found out when it is read.
+
+        Args:
+            last: return the tap `last`, too, behind the others.
+            cache: keeps the objects of whole packs on a local disk.
+            use_index: of a sealed store take the records from its index, not one by one.
+
+        Raises:
+            InputError: the store has no tap `last`.
+        """
         attributes = _read_attributes(dataset)
+        layout = Layout(**attributes["layout"])
+        if last and not layout.last:
+            raise InputError(
+                f"{dataset.url} holds no final hidden states; extract with extract.last=true"
+            )
         start = _read_array(dataset, "start", "<i8")
         length = _read_array(dataset, "length", "<i4")
-        return cls(dataset, Layout(**attributes["layout"]), attributes["contract"], start, length)
+        return cls(
+            dataset,
+            layout,
+            attributes["contract"],
+            start,
+            length,
+            last=last,
+            index=RecordIndex.open(dataset, layout) if use_index else None,
+            cache=cache,
+        )
 
     @property
     def num_packs(self) -> int:
@@ -438,53 +550,101 @@ class HiddenStates:
         return self.layout.pack_tokens
 
     @property
-    def num_taps(self) -> int:
-        return self.layout.num_taps
-
-    @property
     def hidden_size(self) -> int:
         return self.layout.hidden_size
 
+    def require(self, advice: str, **expected: Any) -> None:
+        """Compares fields of the contract, such as `target_revision`, with what a reader was made for.
+
+        Raises:
+            MismatchError: lists every field that differs, then the advice.
+        """
+        found = {name: self.contract.get(name) for name in expected}
+        require_same(f"store {self.dataset.path}", expected, found, advice)
+
     def read_pack(self, index: int) -> tuple[Pack, Tensor]:
         """The pack and its states, bfloat16 [T, L, H], every byte checked against the commit record.
+
+        One request an object, `_READERS` of them at once.
 
         Raises:
             IncompleteError: the pack has no commit record.
             CorruptError: an object is missing or altered; never zeros in its place.
         """
-        record = self._record(index)
-        objects = [record["input_ids"], record["loss_mask"], *record["shards"]]
-        with ThreadPoolExecutor(min(_READERS, len(objects))) as pool:
-            ids, mask, *shards = pool.map(lambda item: self._whole_object(index, item), objects)
-        hidden_TLH = torch.empty(
-            self.pack_tokens, self.num_taps, self.hidden_size, dtype=torch.bfloat16
-        )
-        raw = hidden_TLH.view(torch.int16).numpy().reshape(-1).view(np.uint8)
-        position = 0
-        for chunk in (chunk for shard in shards for chunk in shard):
-            raw[position : position + len(chunk)] = chunk
-            position += len(chunk)
-        raw[position:] = 0
-        return self._pack(index, ids[0], mask[0]), hidden_TLH
+        layout = self.layout
+        counts = [len(item["crc32c"]) for item in self._record(index)["shards"]]
+        hidden_TLH = self._empty(layout.pack_tokens)
+        with ThreadPoolExecutor(min(_READERS, len(counts) + 2)) as pool:
+            tokens = [pool.submit(self._side, index, name) for name in ("input_ids", "loss_mask")]
+            scale = self._scale(index, pool)
+            rows = hidden_TLH.split(layout.shard_rows)
+            shards = [
+                pool.submit(self._read_chunks, index, shard, 0, count, rows[shard], scale)
+                for shard, count in enumerate(counts)
+            ]
+            for future in shards:
+                future.result()
+            ids, mask = (future.result() for future in tokens)
+        hidden_TLH[sum(counts) * layout.chunk_rows :] = 0
+        return self._pack(index, ids, mask), hidden_TLH
 
-    def read_sample(self, index: int) -> Tensor:
-        """The states of one sample, bfloat16 [length, L, H]; fetches only the chunks that hold it."""
-        first, length = int(self.start[index]), int(self.length[index])
-        pack, row = divmod(first, self.pack_tokens)
-        shards = self._record(pack)["shards"]
-        layout, parts = self.layout, []
-        chunk, last = row // layout.chunk_rows, (row + length - 1) // layout.chunk_rows
-        skip = row - chunk * layout.chunk_rows
-        while chunk <= last:
-            shard, inner = divmod(chunk, layout.chunks_per_shard)
-            count = min(last - chunk + 1, layout.chunks_per_shard - inner)
-            parts.extend(self._chunks(pack, shards[shard], inner, count))
-            chunk += count
-        raw = np.concatenate(parts)[skip * layout.row_bytes :][: length * layout.row_bytes]
-        values = torch.from_numpy(raw.view(np.int16)).view(torch.bfloat16)
-        return values.reshape(length, self.num_taps, self.hidden_size)
+    def read_sample(self, index: int, first: int = 0, stop: int | None = None) -> Tensor:
+        """Tokens first .. stop of one sample, bfloat16 [stop - first, L, H]; all of them by default.
+
+        Fetches only the chunks that hold them, with one request for each shard that they lie in: one or two for
+        up to `shard_rows` tokens. A float8 store needs one more for the scales.
+
+        Raises:
+            InputError: there is no such sample, or no such tokens in it.
+            IncompleteError, CorruptError: as `read_pack`.
+        """
+        if not 0 <= index < len(self.start):
+            raise InputError(
+                f"sample {index} is not in {self.dataset.path}, which has {len(self.start)}"
+            )
+        length = int(self.length[index])
+        stop = length if stop is None else stop
+        if not 0 <= first < stop <= length:
+            raise InputError(
+                f"tokens {first} to {stop} are not in sample {index}, which has {length}"
+            )
+        layout = self.layout
+        pack, row = divmod(int(self.start[index]), self.pack_tokens)
+        begin, end = (row + first) // layout.chunk_rows, -(-(row + stop) // layout.chunk_rows)
+        states_TLH = self._empty((end - begin) * layout.chunk_rows)
+        with ThreadPoolExecutor(_READERS) as pool:
+            scale, futures, chunk = self._scale(pack, pool), [], begin
+            while chunk < end:
+                shard, inner = divmod(chunk, layout.chunks_per_shard)
+                count = min(end - chunk, layout.chunks_per_shard - inner)
+                rows = states_TLH[(chunk - begin) * layout.chunk_rows :]
+                futures.append(
+                    pool.submit(self._read_chunks, pack, shard, inner, count, rows, scale)
+                )
+                chunk += count
+            for future in futures:
+                future.result()
+        skip = row + first - begin * layout.chunk_rows
+        return states_TLH[skip : skip + stop - first]
+
+    def read_side(self, index: int, name: str) -> np.ndarray:
+        """A pack's rows of another array of the store, such as `teacher_ids` [T, K].
+
+        Raises:
+            InputError: the store has no such array.
+        """
+        if name not in self.layout.side_arrays:
+            raise InputError(
+                f"{self.dataset.url} has no array {name!r}, only {list(self.layout.side_arrays)}"
+            )
+        return self._side(index, name)
+
+    def _empty(self, rows: int) -> Tensor:
+        return torch.empty(rows, self.num_taps, self.hidden_size, dtype=torch.bfloat16)
 
     def _record(self, pack: int) -> dict:
+        if self._index is not None:
+            return self._index.record(pack)
         if pack not in self._records:
             try:
                 self._records[pack] = self.dataset.record(pack_unit(pack))
@@ -499,62 +659,134 @@ class HiddenStates:
         samples = self._order[self._bounds[index] : self._bounds[index + 1]]
         return Pack(
             index=index,
-            input_ids=ids.view("<u4"),
+            input_ids=ids,
             loss_mask=mask,
             start=(self.start[samples] - index * self.pack_tokens).astype(np.int32),
             length=self.length[samples],
             samples=samples,
         )
 
-    def _whole_object(self, pack: int, item: dict) -> list[np.ndarray]:
-        """The object's chunks, every byte of it checked."""
-        tail = b""
-        if item["key"].startswith("hidden/"):
-            tail = shard_tail(self.layout, len(item["crc32c"]))
-        return self._checked(pack, item, 0, item["size"], item["crc32c"], tail)
+    def _side(self, pack: int, name: str) -> np.ndarray:
+        side, item = self.layout.side_arrays[name], self._record(pack)[name]
+        values = np.empty((self.pack_tokens, *side.columns), side.dtype)
+        chunks = Chunks([values.nbytes], [int(item["crc32c"][0], 16)])
+        flat = values.reshape(-1).view(np.uint8)
+        self._receive(pack, item, 0, item["size"], chunks, b"", lambda: iter([flat]))
+        return values
 
-    def _chunks(self, pack: int, item: dict, first: int, count: int) -> list[np.ndarray]:
-        """Chunks first .. first + count of a shard, checked, in one request.
+    def _scale(self, pack: int, pool: ThreadPoolExecutor) -> Future[np.ndarray] | None:
+        if "scale" not in self.layout.side_arrays:
+            return None
+        return pool.submit(self._side, pack, "scale")
 
-        The layout and the commit record say where they are and what they are, so the index is not read.
+    def _read_chunks(
+        self, pack: int, shard: int, first: int, count: int, into_TLH: Tensor, scale: Future | None
+    ) -> None:
+        """Chunks first .. first + count of a shard, in one request, into the leading rows of `into_TLH`.
+
+        The layout and the commit record say where they are and what they are, so the index is read only where the
+        whole object is.
         """
-        step = self.layout.chunk_bytes + _CRC_BYTES
-        wanted = item["crc32c"][first : first + count]
-        return self._checked(pack, item, first * step, count * step, wanted, b"")
+        layout, item = self.layout, self._record(pack)["shards"][shard]
+        sizes = item.get("chunks") or [layout.chunk_bytes] * len(item["crc32c"])
+        begin = sum(sizes[:first]) + CRC_BYTES * first
+        chunks = Chunks(
+            sizes[first : first + count],
+            [int(text, 16) for text in item["crc32c"][first : first + count]],
+        )
+        length, tail = sum(chunks.sizes) + CRC_BYTES * count, b""
+        if count == len(sizes):
+            tail = shard_tail(sizes, layout.chunks_per_shard)
+            length = item["size"]
+        scale_TL = None
+        if scale is not None:
+            row = shard * layout.shard_rows + first * layout.chunk_rows
+            scale_TL = torch.from_numpy(scale.result())[row:]
+        buffers = partial(self._buffers, chunks.sizes, into_TLH, scale_TL)
+        self._receive(pack, item, begin, length, chunks, tail, buffers)
 
-    def _checked(
-        self, pack: int, item: dict, start: int, length: int, wanted: list[str], tail: bytes
-    ) -> list[np.ndarray]:
-        data = self._range(pack, item, start, length)
-        step = (length - len(tail)) // len(wanted)
-        if chunk_checksums(data, step - _CRC_BYTES, tail) != wanted:
-            raise self._corrupt(pack, item, "its bytes are not those of the commit record")
-        return [data[i * step : (i + 1) * step - _CRC_BYTES] for i in range(len(wanted))]
+    def _buffers(
+        self, sizes: list[int], into_TLH: Tensor, scale_TL: Tensor | None
+    ) -> Iterator[np.ndarray]:
+        """For each chunk a buffer to be filled: the rows themselves where the bytes are theirs already."""
+        layout = self.layout
+        plain = CODECS[layout.codec] is None
+        shape = (layout.chunk_rows, layout.num_taps, layout.hidden_size)
+        for chunk, size in enumerate(sizes):
+            rows = slice(chunk * layout.chunk_rows, (chunk + 1) * layout.chunk_rows)
+            out_TLH = into_TLH[rows]
+            if plain and scale_TL is None and self.num_taps == layout.num_taps:
+                yield out_TLH.view(torch.int16).numpy().reshape(-1).view(np.uint8)
+                continue
+            stored = np.empty(size, np.uint8)
+            yield stored
+            raw = stored if plain else np.empty(layout.chunk_bytes, np.uint8)
+            if not plain:
+                decompress(stored, raw)
+            values_TLH = torch.from_numpy(raw).view(layout.torch_dtype).view(shape)
+            if scale_TL is not None:
+                values_TLH = float8.dequantize(values_TLH, scale_TL[rows])
+            out_TLH.copy_(values_TLH[:, : self.num_taps])
 
-    def _range(self, pack: int, item: dict, start: int, length: int) -> np.ndarray:
+    def _receive(
+        self,
+        pack: int,
+        item: dict,
+        start: int,
+        length: int,
+        chunks: Chunks,
+        tail: bytes,
+        buffers: Callable[[], Iterator[np.ndarray]],
+    ) -> None:
+        """Bytes start .. start + length of an object into the buffers, from the cache or the store."""
         storage, key = self.dataset.storage, item["key"]
         try:
-            data = np.frombuffer(storage.get_range(key, start, length), np.uint8)
+            if self._cache is None or length != item["size"]:
+                receive(storage.stream(key, start, length), chunks, tail, buffers())
+            elif not self._receive_cached(self._cache, item, chunks, tail, buffers):
+                with self._cache.keeping(self.dataset.url, item) as keep:
+                    receive(keep(storage.stream(key, start, length)), chunks, tail, buffers())
         except FileNotFoundError:
             raise self._corrupt(pack, item, "the object is missing") from None
+        except Damaged as error:
+            raise self._corrupt(pack, item, str(error)) from None
         except StorageError:
-            if storage.size(key) == item["size"]:
+            found = storage.size(key)
+            if found == item["size"]:
                 raise
-            data = np.empty(0, np.uint8)
-        if len(data) != length:
-            raise self._corrupt(pack, item, f"it is shorter than its {item['size']} bytes")
-        return data
+            text = f"it has {found} bytes, expected {item['size']}"
+            raise self._corrupt(pack, item, text) from None
+
+    def _receive_cached(
+        self,
+        cache: ObjectCache,
+        item: dict,
+        chunks: Chunks,
+        tail: bytes,
+        buffers: Callable[[], Iterator[np.ndarray]],
+    ) -> bool:
+        """False when the cache has no such object, or a damaged one, which goes."""
+        path = cache.find(self.dataset.url, item)
+        if path is None:
+            return False
+        try:
+            receive(stream_file(path, 0, item["size"]), chunks, tail, buffers())
+        except (OSError, Damaged) as error:
+            log.warning("%s in the cache is damaged: %s", path, error)
+            path.unlink(missing_ok=True)
+            return False
+        return True
 
     def _corrupt(self, pack: int, item: dict, what: str) -> CorruptError:
         return CorruptError(
-            f"{self.dataset.url}/{item['key']} of pack {pack} is damaged: {what}; delete "
-            f"_commits/{pack_unit(pack)}.json and manifest.json and run the extract stage again"
+            f"{self.dataset.url}/{item['key']} of pack {pack} is damaged: {what}; "
+            f"`dflash store repair {self.dataset.path}` turns the pack into work for the extract stage"
         )
 
 
 def _read_array(dataset: Dataset, name: str, dtype: str) -> np.ndarray:
     """An array that is one chunk of raw little-endian values and a crc32c."""
-    data = np.frombuffer(dataset.storage.get(f"{name}/c/0"), np.uint8)
-    if chunk_checksums(data, len(data) - _CRC_BYTES, b"") is None:
+    data = dataset.storage.get(f"{name}/c/0")
+    if inspect(data, 0) is None:
         raise CorruptError(f"{dataset.url}/{name}/c/0 is damaged; its checksum does not fit")
-    return data[:-_CRC_BYTES].view(dtype)
+    return np.frombuffer(data[:-CRC_BYTES], dtype)

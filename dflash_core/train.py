@@ -100,11 +100,12 @@ def run(
         DFlashError: a loss or gradient is not finite; names step and packs, and nothing is committed.
     """
     from dflash_core.hidden_states import HiddenStates
+    from dflash_core.object_cache import ObjectCache
 
     if not missing(dataset):
         return
     config = _config(dataset)
-    store = HiddenStates.open(hidden.require_stage("hidden"))
+    store = HiddenStates.open(hidden.require_stage("hidden"), cache=ObjectCache.of(runtime))
     trainer = _start(dataset, store, target, config, runtime)
     report = progress or silent
     steps = range(trainer.step, config.num_steps)

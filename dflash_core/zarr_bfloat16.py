@@ -1,7 +1,7 @@
-"""bfloat16 as a data type of zarr-python, backed by ml_dtypes.
+"""bfloat16 and float8_e4m3fn as data types of zarr-python, backed by ml_dtypes.
 
-zarr finds it through entry points, so installing this project is enough to open a store of ours. The name and
-the bytes are those that tensorstore and zarrs use for their own bfloat16.
+zarr finds them through entry points, so installing this project is enough to open a store of ours. Names and
+bytes are those of tensorstore's own types.
 
 zarr 3.1, the last for Python 3.11, lists the entry points of data types and never loads them. The one for
 buffers, which it loads when a group is read, imports this module there: `zarr.open_group(...)["hidden"]`
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import ml_dtypes
 import numpy as np
@@ -20,34 +20,26 @@ from zarr.core.buffer.cpu import Buffer
 from zarr.core.dtype import ZDType, data_type_registry
 from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasItemSize
 
-__all__ = ["BFloat16", "Buffer"]
-
-_NATIVE = np.dtype(ml_dtypes.bfloat16)
+__all__ = ["BFloat16", "Buffer", "Float8E4M3"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):
-    """The Zarr v3 data type `bfloat16`; Zarr v2 is not supported.
+class _Float(ZDType[Any, Any]):
+    """What the types share; Zarr v2 is not supported."""
 
-    `HasEndianness` matters: without it the `bytes` codec is written without its endianness, which
-    tensorstore refuses.
-    """
-
-    _zarr_v3_name = "bfloat16"
-    dtype_cls = type(_NATIVE)
+    _native: ClassVar[np.dtype]
 
     @property
     def item_size(self) -> int:
-        return 2
+        return self._native.itemsize
 
     @classmethod
     def from_native_dtype(cls, dtype: Any) -> Self:
         if not cls._check_native_dtype(dtype):
-            raise DataTypeValidationError(f"{dtype} is not bfloat16")
+            raise DataTypeValidationError(f"{dtype} is not {cls._zarr_v3_name}")
         return cls()
 
     def to_native_dtype(self) -> Any:
-        return _NATIVE
+        return self._native
 
     @classmethod
     def _check_json_v2(cls, data: Any) -> Any:
@@ -55,7 +47,7 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):
 
     @classmethod
     def _from_json_v2(cls, data: Any) -> Self:
-        raise DataTypeValidationError("bfloat16 needs Zarr v3")
+        raise DataTypeValidationError(f"{cls._zarr_v3_name} needs Zarr v3")
 
     @classmethod
     def _check_json_v3(cls, data: Any) -> Any:
@@ -64,22 +56,22 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):
     @classmethod
     def _from_json_v3(cls, data: Any) -> Self:
         if not cls._check_json_v3(data):
-            raise DataTypeValidationError(f"{data!r} is not 'bfloat16'")
+            raise DataTypeValidationError(f"{data!r} is not {cls._zarr_v3_name!r}")
         return cls()
 
     def to_json(self, zarr_format: int) -> Any:
         if zarr_format == 2:
-            raise ValueError("bfloat16 needs Zarr v3")
+            raise ValueError(f"{self._zarr_v3_name} needs Zarr v3")
         return self._zarr_v3_name
 
     def _check_scalar(self, data: Any) -> Any:
-        return isinstance(data, (int, float, ml_dtypes.bfloat16, np.floating, np.integer))
+        return isinstance(data, (int, float, self._native.type, np.floating, np.integer))
 
     def cast_scalar(self, data: Any) -> Any:
-        return ml_dtypes.bfloat16(data)
+        return self._native.type(data)
 
     def default_scalar(self) -> Any:
-        return ml_dtypes.bfloat16(0)
+        return self._native.type(0)
 
     def to_json_scalar(self, data: Any, *, zarr_format: int) -> float | str:
         """Zarr v3 writes what JSON cannot as the words NaN, Infinity and -Infinity."""
@@ -90,8 +82,31 @@ class BFloat16(ZDType[Any, Any], HasEndianness, HasItemSize):
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
         if isinstance(data, str) and data.startswith("0x"):  # the exact bits, big end first
-            return np.array(int(data, 16), np.uint16).view(_NATIVE)[()]
-        return ml_dtypes.bfloat16(float(data))
+            return np.array(int(data, 16), f"u{self.item_size}").view(self._native)[()]
+        return self._native.type(float(data))
 
 
-data_type_registry.register(BFloat16._zarr_v3_name, BFloat16)
+@dataclass(frozen=True, kw_only=True)
+class BFloat16(_Float, HasEndianness, HasItemSize):
+    """The Zarr v3 data type `bfloat16`.
+
+    `HasEndianness` matters: without it the `bytes` codec is written without its endianness, which
+    tensorstore refuses.
+    """
+
+    _zarr_v3_name = "bfloat16"
+    _native = np.dtype(ml_dtypes.bfloat16)
+    dtype_cls = type(_native)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8E4M3(_Float, HasItemSize):
+    """The Zarr v3 data type `float8_e4m3fn`: one byte, so there is no order of bytes."""
+
+    _zarr_v3_name = "float8_e4m3fn"
+    _native = np.dtype(ml_dtypes.float8_e4m3fn)
+    dtype_cls = type(_native)
+
+
+for _type in (BFloat16, Float8E4M3):
+    data_type_registry.register(_type._zarr_v3_name, _type)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 import zarr
 
-from dflash_core import hidden_states
+from dflash_core import float8, hidden_states
 from dflash_core.config import ExtractConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError, MismatchError
 from dflash_core.hidden_states import (
@@ -20,13 +19,14 @@ from dflash_core.hidden_states import (
     check_rows,
     choose_layout,
     create_store,
-    encode_shard,
     read_layout,
     write_pack,
 )
 from dflash_core.manifest import Dataset
-from dflash_core.packing import Pack, plan_packs
+from dflash_core.packing import Pack
+from dflash_core.shards import encode
 from dflash_core.storage import Storage
+from tests.stores import PlannedTokens, made_up_states
 
 T, L, H = 64, 3, 8
 CONFIG = ExtractConfig(target_layer_ids=[0, 2, 3], chunk_rows=8, shard_bytes=2**16)
@@ -35,34 +35,8 @@ CONTRACT = {"target": "acme/tiny", "target_revision": "abc", "target_layer_ids":
 LENGTHS = [40, 20, 64, 7, 9, 30]
 
 
-@dataclass
-class PlannedTokens:
-    """What the store needs to know of a tokens dataset."""
-
-    lengths: np.ndarray
-    pack_tokens: int = T
-
-    def __post_init__(self):
-        self.offset = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
-        self.pack, self.row, self.num_packs = plan_packs(self.lengths, self.pack_tokens)
-
-    def read_pack(self, index: int) -> Pack:
-        samples = np.flatnonzero(self.pack == index)
-        samples = samples[np.argsort(self.row[samples])].astype(np.int32)
-        ids, mask = np.zeros(self.pack_tokens, np.uint32), np.zeros(self.pack_tokens, np.uint8)
-        for sample in samples:
-            rows = slice(self.row[sample], self.row[sample] + self.lengths[sample])
-            ids[rows] = sample * 1000 + np.arange(self.lengths[sample])
-            mask[rows] = np.arange(self.lengths[sample]) % 2
-        length = self.lengths[samples].astype(np.int32)
-        return Pack(index, ids, mask, self.row[samples].astype(np.int32), length, samples)
-
-
 def states_of(pack: Pack, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + pack.index)
-    hidden = torch.zeros(T, L, H)
-    hidden[: pack.num_tokens] = torch.randn(pack.num_tokens, L, H, generator=generator)
-    return hidden.to(torch.bfloat16)
+    return made_up_states(pack, L, H, seed)
 
 
 def bits(values) -> np.ndarray:
@@ -78,7 +52,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def tokens():
-    return PlannedTokens(np.array(LENGTHS))
+    return PlannedTokens(np.array(LENGTHS), T)
 
 
 def plan(root, tokens, config=CONFIG, **contract):
@@ -176,7 +150,8 @@ def test_our_shards_are_the_bytes_that_zarr_writes(root, tokens, tmp_path):
     store["hidden"][:T] = rows.view(store["hidden"].dtype).reshape(T, L, H)
     theirs = plan(root, tokens).storage.get("hidden/c/0/0/0")
     step = layout.chunk_bytes + 4
-    ours = encode_shard(layout, rows, layout.chunks_per_shard).tobytes()
+    payloads = rows.reshape(layout.chunks_per_shard, -1)
+    ours = b"".join(encode(payloads, "none", layout.chunks_per_shard)[1])
     assert len(ours) == len(theirs)
     # zarr may place chunks in any order, so compare through its own index.
     index = np.frombuffer(theirs[layout.chunks_per_shard * step : -4], "<u8").reshape(-1, 2)
@@ -232,16 +207,21 @@ def test_packs_come_back_whole(stored, tokens):
 def test_samples_come_back_by_ranges(stored, tokens, monkeypatch):
     reader = HiddenStates.open(stored)
     fetched = []
-    real = Storage.get_range
-    monkeypatch.setattr(Storage, "get_range", lambda *a: fetched.append(a[3]) or real(*a))
+    real = Storage.stream
+    monkeypatch.setattr(Storage, "stream", lambda *a: fetched.append(a[3]) or real(*a))
     for sample, length in enumerate(LENGTHS):
         pack = tokens.read_pack(int(tokens.pack[sample]))
         row = int(tokens.row[sample])
         fetched.clear()
         got = reader.read_sample(sample)
         assert np.array_equal(bits(got), bits(states_of(pack))[row : row + length])
-        chunks = (row + length - 1) // 8 - row // 8 + 1
-        assert sum(fetched) == chunks * (reader.layout.chunk_bytes + 4)
+        layout, chunks = reader.layout, range(row // 8, (row + length - 1) // 8 + 1)
+        shards = {chunk // layout.chunks_per_shard for chunk in chunks}
+        assert len(fetched) == len(shards)
+        # A shard that is fetched whole comes with its index.
+        indices = sum(size % (layout.chunk_bytes + 4) for size in fetched)
+        assert sum(fetched) - indices == len(chunks) * (layout.chunk_bytes + 4)
+        assert indices <= len(shards) * (16 * layout.chunks_per_shard + 4)
 
 
 def test_the_reader_needs_no_zarr(stored, monkeypatch):
@@ -389,7 +369,7 @@ def test_a_damaged_leftover_of_an_uncommitted_pack_is_replaced(root, tokens, dam
 
 def test_a_damaged_object_of_a_committed_pack_is_not_touched(stored, tokens):
     flip(shard_path(stored), 5)
-    with pytest.raises(CorruptError, match=r"committed pack 0 is damaged; delete"):
+    with pytest.raises(CorruptError, match=r"committed pack 0 is damaged; `dflash store repair"):
         write(stored, tokens, packs=[0])
 
 
@@ -460,7 +440,7 @@ def test_a_store_of_another_format_is_refused(root, tokens, monkeypatch):
 
 
 def test_a_single_sample_at_row_zero_is_stored(root):
-    tokens = PlannedTokens(np.array([5]))
+    tokens = PlannedTokens(np.array([5]), T)
     dataset = write(plan(root, tokens), tokens)
     assert HiddenStates.open(dataset).read_sample(0).shape == (5, L, H)
 
@@ -471,3 +451,153 @@ def test_chunks_past_the_last_sample_take_no_space():
     assert layout.chunks_in_shards(33) == [4, 1]
     assert layout.chunks_in_shards(32) == [4]
     assert layout.chunks_in_shards(1) == [1]
+
+
+def test_a_reader_made_for_something_else_is_refused_field_by_field(stored):
+    reader = HiddenStates.open(stored)
+    reader.require("extract again", **CONTRACT)
+    for name, value in {**CONTRACT, "thinking": None}.items():
+        with pytest.raises(MismatchError, match=f"extract again\n  {name}: have .*, want 'x'"):
+            reader.require("extract again", **{**CONTRACT, name: "x"})
+        assert reader.contract.get(name) == value
+
+
+# --- slices
+
+
+def test_any_slice_of_a_sample_is_that_of_the_whole(stored, tokens, monkeypatch):
+    reader = HiddenStates.open(stored)
+    requests = []
+    real = Storage.stream
+    monkeypatch.setattr(Storage, "stream", lambda *a: requests.append(a[1]) or real(*a))
+    sample, shard_rows = 2, reader.layout.shard_rows
+    whole = reader.read_sample(sample)
+    for first in range(0, LENGTHS[sample], 3):
+        for stop in range(first + 1, min(first + shard_rows, LENGTHS[sample]) + 1, 5):
+            requests.clear()
+            assert torch.equal(reader.read_sample(sample, first, stop), whole[first:stop])
+            assert len(requests) <= 2, "up to shard_rows tokens lie in one or two shards"
+
+
+@pytest.mark.parametrize(("sample", "first", "stop"), [(6, 0, 1), (-1, 0, 1), (3, 0, 8), (3, 4, 4)])
+def test_a_slice_that_is_not_there_is_refused(stored, sample, first, stop):
+    with pytest.raises(InputError, match=r"is not in|are not in"):
+        HiddenStates.open(stored).read_sample(sample, first, stop)
+
+
+# --- codecs, float8, more arrays
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
+def test_stock_zarr_reads_every_codec_and_type(root, tokens, codec, dtype):
+    config = CONFIG.model_copy(update={"codec": codec, "dtype": dtype, "shard_bytes": SMALL_SHARDS})
+    dataset = write(plan(root, tokens, config), tokens)
+    group = zarr.open_group(dataset.storage.local_path, mode="r")
+    values = torch.from_numpy(group["hidden"][:].astype(np.float32))
+    if dtype == "float8_e4m3":
+        values *= torch.from_numpy(group["scale"][:])[..., None]
+    states = values.to(torch.bfloat16)
+    reader = HiddenStates.open(dataset)
+    for index in range(tokens.num_packs):
+        pack, hidden = reader.read_pack(index)
+        assert torch.equal(hidden, states[index * T : (index + 1) * T])
+        for sample, start, length in zip(pack.samples, pack.start, pack.length, strict=True):
+            assert torch.equal(reader.read_sample(int(sample)), hidden[start : start + length])
+        want = states_of(tokens.read_pack(index)).float()
+        if dtype == "bfloat16":
+            assert torch.equal(hidden.float(), want)
+        else:
+            assert ((hidden.float() - want).abs() <= want.abs() / 16 + 1e-3).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3"])
+@pytest.mark.parametrize("codec", ["none", "lz4", "zstd"])
+def test_tensorstore_reads_every_codec_and_type(root, tokens, codec, dtype):
+    tensorstore = pytest.importorskip("tensorstore")
+    config = CONFIG.model_copy(update={"codec": codec, "dtype": dtype})
+    dataset = write(plan(root, tokens, config), tokens)
+    place = f"file://{dataset.storage.local_path}/hidden/"
+    array = tensorstore.open({"driver": "zarr3", "kvstore": place}).result()
+    theirs = array[...].read().result()
+    ours = zarr.open_group(dataset.storage.local_path, mode="r")["hidden"][:]
+    assert theirs.dtype == ours.dtype
+    assert np.array_equal(theirs.view(np.uint8), ours.view(np.uint8))
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGE if name != "grown"])
+def test_damage_to_a_compressed_shard_is_seen(root, tokens, damage):
+    dataset = write(plan(root, tokens, CONFIG.model_copy(update={"codec": "zstd"})), tokens)
+    DAMAGE[damage](shard_path(dataset))
+    with pytest.raises(CorruptError, match=r"hidden/c/0/0/0 of pack 0"):
+        HiddenStates.open(dataset).read_pack(0)
+
+
+@pytest.mark.parametrize("damage", ["none", *(name for name in DAMAGE if name != "deleted")])
+def test_a_compressed_leftover_is_adopted_when_whole_and_replaced_when_not(root, tokens, damage):
+    dataset = plan(root, tokens, CONFIG.model_copy(update={"codec": "lz4"}))
+    write(dataset, tokens, packs=[0], seed=1)
+    (dataset.storage.local_path / "_commits/00000000.json").unlink()
+    if damage != "none":
+        DAMAGE[damage](shard_path(dataset))
+    write(dataset, tokens, packs=[0])
+    _, hidden = HiddenStates.open(dataset).read_pack(0)
+    assert torch.equal(hidden, states_of(tokens.read_pack(0), seed=int(damage == "none")))
+
+
+def test_a_float8_store_takes_states_that_were_quantized_on_the_device(root, tokens):
+    dataset = plan(root, tokens, CONFIG.model_copy(update={"dtype": "float8_e4m3"}))
+    layout, pack = read_layout(dataset), tokens.read_pack(0)
+    states = states_of(pack)
+    scale = float8.scales(states)
+    values = float8.quantize(states, scale)
+    write_pack(dataset, layout, pack, values, 1.0, {}, {"scale": scale})
+    hidden = HiddenStates.open(dataset).read_pack(0)[1]
+    assert torch.equal(hidden, float8.dequantize(values, scale))
+
+
+def test_of_two_float8_writers_the_second_takes_the_scales_of_the_first(root, tokens):
+    dataset = plan(root, tokens, CONFIG.model_copy(update={"dtype": "float8_e4m3"}))
+    layout, pack = read_layout(dataset), tokens.read_pack(0)
+    states = states_of(pack)
+    write_pack(dataset, layout, pack, states * 2, 1.0, {})
+    dataset.storage.delete(["_commits/00000000.json", layout.shard_key(0, 0)])
+    write_pack(dataset, layout, pack, states, 1.0, {})
+    hidden = HiddenStates.open(dataset).read_pack(0)[1].float()
+    assert ((hidden - states.float()).abs() <= states.float().abs() / 16 + 1e-2).all()
+
+
+def test_the_tap_last_is_left_out_unless_it_is_asked_for(root, tokens):
+    dataset = write(plan(root, tokens, CONFIG.model_copy(update={"last": True})), tokens)
+    states = states_of(tokens.read_pack(0))
+    plain, whole = HiddenStates.open(dataset), HiddenStates.open(dataset, last=True)
+    assert (plain.num_taps, whole.num_taps) == (L - 1, L)
+    assert torch.equal(plain.read_pack(0)[1], states[:, :-1])
+    assert torch.equal(whole.read_pack(0)[1], states)
+    assert plain.read_sample(0).shape == (LENGTHS[0], L - 1, H)
+
+
+def test_a_tap_last_that_was_not_stored_is_refused(stored):
+    with pytest.raises(InputError, match=r"extract with extract\.last=true"):
+        HiddenStates.open(stored, last=True)
+
+
+def test_teacher_arrays_lie_beside_the_states(root, tokens):
+    dataset = plan(root, tokens, CONFIG.model_copy(update={"teacher_top_k": 4}))
+    layout, pack = read_layout(dataset), tokens.read_pack(1)
+    hidden = states_of(pack)
+    extras = {
+        "teacher_ids": torch.arange(T * 4, dtype=torch.int32).reshape(T, 4),
+        "teacher_logprobs": -torch.rand(T, 4).half(),
+    }
+    write_pack(dataset, layout, pack, hidden, 1.0, {}, extras)
+    reader = HiddenStates.open(dataset)
+    group = zarr.open_group(dataset.storage.local_path, mode="r")
+    for name, values in extras.items():
+        np.testing.assert_array_equal(reader.read_side(1, name), values.numpy())
+        np.testing.assert_array_equal(group[name][T : 2 * T], values.numpy())
+    flip(dataset.storage.local_path / "teacher_ids/c/1/0", 9)
+    with pytest.raises(CorruptError, match="teacher_ids/c/1/0 of pack 1"):
+        reader.read_side(1, "teacher_ids")
+    with pytest.raises(InputError, match="no array 'logits'"):
+        reader.read_side(1, "logits")

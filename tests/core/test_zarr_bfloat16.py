@@ -61,3 +61,15 @@ def test_zarr_v2_is_refused(tmp_path):
         zarr.create_array(
             tmp_path / "e", shape=(1,), chunks=(1,), dtype=VALUES.dtype, zarr_format=2
         )
+
+
+def test_float8_is_a_data_type_too(tmp_path):
+    values = VALUES.astype(ml_dtypes.float8_e4m3fn)
+    array = zarr.create_array(
+        tmp_path / "f", shape=values.shape, chunks=(5, 3, 8), dtype="float8_e4m3fn", fill_value=0.5
+    )
+    array[:10] = values[:10]
+    again = zarr.open_array(tmp_path / "f", mode="r")
+    assert again.dtype == ml_dtypes.float8_e4m3fn
+    assert np.array_equal(again[:10].view(np.uint8), values[:10].view(np.uint8))
+    assert (again[10:].astype(np.float32) == 0.5).all()
