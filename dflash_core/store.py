@@ -6,13 +6,15 @@ again; the extract stage does it.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
+import numpy as np
 import torch
 from safetensors.torch import save
 
@@ -22,17 +24,48 @@ from dflash_core.errors import CorruptError, InputError
 from dflash_core.hidden_states import HiddenStates, choose_layout, pack_unit, read_layout
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
-from dflash_core.storage import ObjectInfo
+from dflash_core.storage import ObjectInfo, Storage
 from dflash_core.target import check_layer_ids, default_target_layer_ids, text_config
 
 Level = Literal["index", "list", "full"]
-_DATA = ("hidden/c", "input_ids/c", "loss_mask/c")
 _READERS = 4  # packs checked at once; each holds its bytes in memory
+_RECORD_READERS = 16  # latency-bound
+
+
+def open_store(root: Storage, path: str) -> Dataset:
+    """The store at `path`, complete or not.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        InputError: another stage made it.
+    """
+    dataset = Dataset.open(root, path)
+    if dataset.stage != extraction.STAGE:
+        raise InputError(
+            f"{path} is an output of the {dataset.stage} stage, expected a path like hidden/demo-0123456789ab"
+        )
+    return dataset
+
+
+# Measured on hidden states; see docs/store.md.
+_SHRINKS = {
+    ("bfloat16", "lz4"): 1.2,
+    ("bfloat16", "zstd"): 1.39,
+    ("float8_e4m3", "zstd"): 1.14,
+}
+_DOLLARS_PER_PUT, _DOLLARS_PER_GET = 5e-6, 4e-7
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What extraction will make and cost, before anything is spent."""
+    """What extraction will make and cost, before anything is spent.
+
+    Attributes:
+        num_objects: objects written, commit records included.
+        size_bytes: of all objects; for a codec, with the ratio that is usual.
+        dollars_to_write: requests of one extraction.
+        dollars_per_epoch: requests of reading every pack once.
+    """
 
     num_tokens: int
     num_packs: int
@@ -40,6 +73,8 @@ class Estimate:
     size_bytes: int
     device_hours: float
     dollars_per_month: float
+    dollars_to_write: float
+    dollars_per_epoch: float
 
 
 def estimate(
@@ -52,6 +87,8 @@ def estimate(
 ) -> Estimate:
     """Size, time and price of extracting `tokens`; reads the target's configuration only.
 
+    Requests are priced as S3 does in us-east-1, $5 for a million PUT and $0.4 for a million GET.
+
     Args:
         tokens_per_s: measured rate of one device.
         dollars_per_gb_month: price of storage, 10^9 bytes.
@@ -60,17 +97,61 @@ def estimate(
     layer_ids = config.target_layer_ids or default_target_layer_ids(shape.num_hidden_layers)
     check_layer_ids(layer_ids, shape.num_hidden_layers)
     num_packs, pack_tokens = facts["num_packs"], facts["pack_tokens"]
-    layout = choose_layout(num_packs, pack_tokens, len(layer_ids), shape.hidden_size, config)
+    num_taps = len(layer_ids) + config.last
+    layout = choose_layout(num_packs, pack_tokens, num_taps, shape.hidden_size, config)
     # Chunks past a pack's last token are not stored; the last one that is holds half a chunk of zeros.
     rows = facts["total_tokens"] + num_packs * layout.chunk_rows // 2
-    size_bytes = min(rows, num_packs * pack_tokens) * layout.row_bytes + num_packs * pack_tokens * 5
+    hidden_bytes = min(rows, num_packs * pack_tokens) * layout.row_bytes
+    side_bytes = sum(
+        np.dtype(side.dtype).itemsize * math.prod(side.columns)
+        for side in layout.side_arrays.values()
+    )
+    size_bytes = (
+        int(hidden_bytes / _SHRINKS.get((config.dtype, config.codec), 1.0))
+        + num_packs * pack_tokens * side_bytes
+    )
+    num_data = num_packs * (layout.shards_per_pack + len(layout.side_arrays))
     return Estimate(
         num_tokens=facts["total_tokens"],
         num_packs=num_packs,
-        num_objects=num_packs * (layout.shards_per_pack + 3),
+        num_objects=num_data + num_packs,
         size_bytes=size_bytes,
         device_hours=facts["total_tokens"] / tokens_per_s / 3600,
         dollars_per_month=size_bytes / 1e9 * dollars_per_gb_month,
+        dollars_to_write=(num_data + num_packs) * _DOLLARS_PER_PUT,
+        dollars_per_epoch=num_data * _DOLLARS_PER_GET,
+    )
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a store is.
+
+    Attributes:
+        size_bytes: of the committed packs' states; None until the store is sealed.
+    """
+
+    num_packs: int
+    num_committed: int
+    num_samples: int
+    sealed: bool
+    size_bytes: int | None
+    layout: dict
+    contract: dict
+
+
+def status(dataset: Dataset) -> Status:
+    """LIST requests over the commit records, and three small objects."""
+    store = HiddenStates.open(dataset, use_index=False)
+    sealed = dataset.complete
+    return Status(
+        num_packs=store.num_packs,
+        num_committed=store.num_packs - len(extraction.missing(dataset)),
+        num_samples=len(store.start),
+        sealed=sealed,
+        size_bytes=dataset.facts.get("size_bytes") if sealed else None,
+        layout=asdict(store.layout),
+        contract=store.contract,
     )
 
 
@@ -105,7 +186,10 @@ def verify(
     elif level == "full":
         count = max(1, round(len(committed) * sample)) if committed else 0
         chosen = sorted(random.Random(seed).sample(committed, count))
-        findings += _unreadable(dataset, chosen, progress)
+        # A reader asks for the bytes it knows of, so it does not see what was appended.
+        findings += _wrong_sizes(dataset, chosen)
+        wrong = {finding.pack for finding in findings}
+        findings += _unreadable(dataset, [p for p in chosen if p not in wrong], progress)
     return sorted(findings, key=lambda finding: finding.pack)
 
 
@@ -121,62 +205,77 @@ def repair(dataset: Dataset, findings: Iterable[Finding]) -> list[int]:
     storage, layout = dataset.storage, read_layout(dataset)
     storage.delete(["manifest.json"])
     storage.delete([f"_commits/{pack_unit(pack)}.json" for pack in packs])
-    for pack in packs:
-        shards = [layout.shard_key(pack, shard) for shard in range(layout.shards_per_pack)]
-        storage.delete([*shards, f"input_ids/c/{pack}", f"loss_mask/c/{pack}"])
+    storage.delete([key for pack in packs for key in layout.keys(pack)])
     return packs
 
 
 def garbage(dataset: Dataset, *, older_than: timedelta = timedelta(days=1)) -> list[ObjectInfo]:
-    """Objects of packs without a commit record: what killed writers left.
+    """What no record names: objects that killed writers left, and indices that a newer one replaced.
 
     Younger ones are passed over, because their writer may be alive. Deleting them is always safe for
-    readers; `dataset.storage.delete` does it.
+    readers; `clear` does it.
     """
     layout, missing = read_layout(dataset), set(extraction.missing(dataset))
+    current = dataset.facts.get("records", {}).get("key") if dataset.complete else None
     newest = datetime.now(UTC) - older_than
-    found = []
-    for folder in _DATA:
+    found = [info for info in dataset.storage.list("_index") if info.key != current]
+    for folder in ("hidden/c", *(f"{name}/c" for name in layout.side_arrays)):
         for info in dataset.storage.list(folder):
             number = int(info.key.removeprefix(f"{folder}/").split("/")[0])
             pack = number // layout.shards_per_pack if folder == "hidden/c" else number
-            if pack in missing and info.modified < newest:
+            if pack in missing:
                 found.append(info)
-    return found
+    found += dataset.storage.leftovers()
+    return [info for info in found if info.modified < newest]
+
+
+def clear(dataset: Dataset, found: Iterable[ObjectInfo]) -> None:
+    """Deletes what `garbage` found."""
+    hidden, plain, folder = [], [], dataset.storage.local_path
+    for info in found:
+        (hidden if folder and "#" in info.key else plain).append(info.key)
+    dataset.storage.delete(plain)
+    for key in hidden if folder else ():
+        (folder / key).unlink(missing_ok=True)  # the client refuses to name what it hides
 
 
 def export_sample(dataset: Dataset, index: int) -> bytes:
     """One sample as a safetensors file: `hidden` bfloat16 [S, L, H], `input_ids`, `loss_mask` [S]."""
     store = HiddenStates.open(dataset)
-    if not 0 <= index < len(store.start):
-        raise InputError(f"sample {index} is not in {dataset.path}; it has {len(store.start)}")
-    pack_index, row = divmod(int(store.start[index]), store.pack_tokens)
-    pack, hidden_TLH = store.read_pack(pack_index)
-    rows = slice(row, row + int(store.length[index]))
+    hidden_SLH = store.read_sample(index)
+    pack, row = divmod(int(store.start[index]), store.pack_tokens)
+    rows = slice(row, row + len(hidden_SLH))
     tensors = {
-        "hidden": hidden_TLH[rows].contiguous(),
-        "input_ids": torch.from_numpy(pack.input_ids[rows].astype("int64")),
-        "loss_mask": torch.from_numpy(pack.loss_mask[rows].copy()),
+        "hidden": hidden_SLH.contiguous(),
+        "input_ids": torch.from_numpy(store.read_side(pack, "input_ids")[rows].astype("int64")),
+        "loss_mask": torch.from_numpy(store.read_side(pack, "loss_mask")[rows].copy()),
     }
     return save(tensors, metadata={"format": "pt", "dataset": dataset.path, "sample": str(index)})
 
 
 def _wrong_sizes(dataset: Dataset, packs: list[int]) -> list[Finding]:
-    sizes = {info.key: info.size for folder in _DATA for info in dataset.storage.list(folder)}
-    findings = []
-    for pack in packs:
-        record = dataset.record(pack_unit(pack))
-        for item in (*record["shards"], record["input_ids"], record["loss_mask"]):
+    layout = read_layout(dataset)
+    folders = ("hidden/c", *(f"{name}/c" for name in layout.side_arrays))
+    sizes = {info.key: info.size for folder in folders for info in dataset.storage.list(folder)}
+
+    def check(pack: int) -> Finding | None:
+        try:
+            record = dataset.record(pack_unit(pack))
+        except CorruptError as error:
+            return Finding(pack, str(error))
+        for item in (*record["shards"], *(record[name] for name in layout.side_arrays)):
             found = sizes.get(item["key"])
             if found != item["size"]:
                 what = "is missing" if found is None else f"has {found} bytes"
-                findings.append(Finding(pack, f"{item['key']} {what}, expected {item['size']}"))
-                break
-    return findings
+                return Finding(pack, f"{item['key']} {what}, expected {item['size']}")
+        return None
+
+    with ThreadPoolExecutor(_RECORD_READERS) as pool:
+        return [finding for finding in pool.map(check, packs) if finding]
 
 
 def _unreadable(dataset: Dataset, packs: list[int], progress: Progress) -> list[Finding]:
-    store = HiddenStates.open(dataset)
+    store = HiddenStates.open(dataset, use_index=False)
 
     def check(pack: int) -> Finding | None:
         try:

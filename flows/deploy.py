@@ -67,9 +67,7 @@ def deploy(setup: Setup) -> Iterator[str]:
     Raises:
         InputError: no server is named, or the options do not fit each other.
     """
-    from prefect.settings import PREFECT_API_URL
-
-    if not (os.environ.get("PREFECT_API_URL") or PREFECT_API_URL.value()):
+    if not os.environ.get("PREFECT_API_URL"):
         raise InputError(
             "PREFECT_API_URL is not set; start a server (`make ui`, or `prefect server start`) and set it, "
             "such as http://127.0.0.1:4200/api"

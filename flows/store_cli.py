@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
-from dflash_core.config import ExtractConfig, TargetConfig
 from dflash_core.errors import InputError
+from flows.store_params import PlanParams
 
 if TYPE_CHECKING:
     from dflash_core.manifest import Dataset
@@ -27,36 +28,49 @@ LEVELS = ("index", "list", "full")
 
 
 def _open(root: str, path: str) -> Dataset:
-    from dflash_core.manifest import Dataset
     from dflash_core.storage import Storage
+    from dflash_core.store import open_store
 
-    dataset = Dataset.open(Storage.from_url(root), path)
-    if dataset.stage != "hidden":
-        raise InputError(
-            f"{path} is an output of the {dataset.stage} stage, expected a hidden/... path"
-        )
-    return dataset
+    return open_store(Storage.from_url(root), path)
 
 
 @app.command()
 def plan(
     tokens: Annotated[str, typer.Argument(help="Such as tokens/demo-0123456789ab.")],
-    target: Annotated[str, typer.Option(help="Hugging Face id or folder.")],
-    tokens_per_s: Annotated[float, typer.Option(help="Measured rate of one device.")],
+    target: Annotated[str, typer.Option(help="Hugging Face id or folder.")] = "",
+    tokens_per_s: Annotated[float, typer.Option(help="Measured rate of one device.")] = 0,
     root: Root = "data",
-    dollars_per_gb_month: Annotated[float, typer.Option(help="Price of storage.")] = 0.023,
+    overrides: Annotated[
+        list[str],
+        typer.Option(
+            "--set", "-s", metavar="KEY=VALUE", help="Such as extract.codec=zstd; see below."
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    parameters: Annotated[
+        bool, typer.Option("--parameters", help="List every parameter and stop.")
+    ] = False,
 ) -> None:
-    """Tokens, packs, bytes, device hours and dollars per month, before anything is spent."""
+    """Tokens, packs, objects, bytes, device hours and dollars, before anything is spent."""
+    from flows.cli import load_params, parameter_table
+
+    if parameters:
+        console.print(parameter_table(PlanParams))
+        return
+    given = [f"root={root}", f"tokens={tokens}"]
+    given += [f"target.id={target}"] * bool(target)
+    given += [f"tokens_per_s={tokens_per_s}"] * bool(tokens_per_s)
+    params = load_params(PlanParams, None, [*overrides, *given])
+
     from dflash_core import store
     from dflash_core.manifest import Dataset
     from dflash_core.storage import Storage
 
     estimate = store.estimate(
-        Dataset.open(Storage.from_url(root), tokens),
-        TargetConfig(id=target),
-        ExtractConfig(),
-        tokens_per_s=tokens_per_s,
-        dollars_per_gb_month=dollars_per_gb_month,
+        Dataset.open(Storage.from_url(params.root), params.tokens),
+        params.target,
+        params.extract,
+        tokens_per_s=params.tokens_per_s,
+        dollars_per_gb_month=params.dollars_per_gb_month,
     )
     for name, value in asdict(estimate).items():
         text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
@@ -66,15 +80,15 @@ def plan(
 @app.command()
 def status(store: Path_, root: Root = "data") -> None:
     """Packs committed and missing, and what the store was computed from."""
-    from dflash_core import extraction
-    from dflash_core.hidden_states import read_contract, read_layout
+    from dflash_core.store import status as look
 
-    dataset = _open(root, store)
-    missing, layout = extraction.missing(dataset), read_layout(dataset)
-    console.print(f"{layout.num_packs - len(missing):,} of {layout.num_packs:,} packs committed")
-    console.print("sealed" if dataset.complete else "not sealed")
-    table = Table("contract", "value", box=None, pad_edge=False)
-    for name, value in read_contract(dataset).items():
+    found = look(_open(root, store))
+    console.print(f"{found.num_committed:,} of {found.num_packs:,} packs committed")
+    console.print(f"{found.num_samples:,} samples")
+    size = "" if found.size_bytes is None else f", {found.size_bytes / 1e9:,.3f} GB"
+    console.print(f"sealed{size}" if found.sealed else "not sealed")
+    table = Table("contract and layout", "value", box=None, pad_edge=False)
+    for name, value in {**found.contract, **found.layout}.items():
         table.add_row(name, str(value))
     console.print(table)
 
@@ -122,14 +136,14 @@ def gc(
     yes: Annotated[bool, typer.Option(help="Delete; without, only say what would be.")] = False,
 ) -> None:
     """Objects that no commit record names; a dry run unless --yes."""
-    from dflash_core.store import garbage
+    from dflash_core.store import clear, garbage
 
     dataset = _open(root, store)
     found = garbage(dataset, older_than=timedelta(hours=hours))
     size = sum(info.size for info in found)
     verb = "deleted" if yes else "would delete"
     if yes:
-        dataset.storage.delete([info.key for info in found])
+        clear(dataset, found)
     console.print(f"{verb} {len(found):,} objects, {size / 1e6:,.1f} MB")
 
 
@@ -153,7 +167,13 @@ def _findings(dataset: Dataset, level: str, sample: float) -> list[Any]:
 
     if level not in LEVELS:
         raise InputError(f"level {level!r} is not known; use one of {', '.join(LEVELS)}")
-    return check(dataset, level, sample=sample)
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("packs read", total=None, visible=level == "full")
+
+        def progress(done: int, total: int, _numbers: dict[str, float]) -> None:
+            bar.update(task, completed=done, total=total)
+
+        return check(dataset, level, sample=sample, progress=progress)
 
 
 def _print(findings: list[Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from prefect.utilities.urls import url_for
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -26,12 +25,10 @@ def print_table(stages: Sequence[StageResult], seconds: float, console: Console)
 
 
 def markdown(stages: Sequence[StageResult]) -> str:
-    """The table for the run's page: what came of each stage, where it lies, the page of its own run."""
-    lines = ["| stage | result | seconds | data |", "| --- | --- | --- | --- |"]
+    """The table for the run's page, with the path of each dataset."""
+    lines = ["| stage | result | seconds | path under the root |", "| --- | --- | --- | --- |"]
     for stage in stages:
-        page = url_for("flow-run", obj_id=stage.run_id)
-        name = f"[{stage.stage}]({page})" if page else stage.stage
-        cells = (name, "; ".join(describe(stage)), _seconds(stage), f"`{stage.url}`")
+        cells = (stage.stage, "; ".join(describe(stage)), _seconds(stage), f"`{stage.path}`")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -19,11 +19,12 @@ from tests.core.test_hidden_states import (
     CONFIG,
     LENGTHS,
     SMALL_SHARDS,
-    PlannedTokens,
+    T,
     plan,
     states_of,
     write,
 )
+from tests.stores import PlannedTokens
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def root(tmp_path):
 
 @pytest.fixture
 def tokens():
-    return PlannedTokens(np.array(LENGTHS))
+    return PlannedTokens(np.array(LENGTHS), T)
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ def test_a_sample_is_exported_with_its_tokens(stored, tokens):
 
 
 def test_a_sample_that_is_not_there_is_named(stored):
-    with pytest.raises(InputError, match=r"sample 99 is not in .* it has 6"):
+    with pytest.raises(InputError, match=r"sample 99 is not in .* which has 6"):
         export_sample(stored, 99)
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-import typing
 from pathlib import Path
 
 import pytest
 import yaml
 
+from flows import store_params
 from flows.cli import FLOWS
 
 ROOT = Path(__file__).parents[2]
 DEPLOYMENTS = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
+
+MODELS = {f"flows/{module}.py:{module}": model for module, model, _ in FLOWS.values()}
+MODELS |= {f"flows/store.py:{name}": model for name, model in store_params.FLOWS.items()}
 
 
 @pytest.fixture(params=DEPLOYMENTS, ids=lambda one: f"{one['entrypoint']}:{one['name']}")
@@ -31,7 +34,7 @@ def flow(deployment, monkeypatch):
 
 def test_every_flow_is_deployed_under_its_own_name():
     entrypoints = {deployment["entrypoint"] for deployment in DEPLOYMENTS}
-    assert entrypoints >= {f"flows/{m}.py:{m}" for m, _, _ in FLOWS.values()}
+    assert entrypoints >= MODELS.keys()
     names = [(deployment["entrypoint"], deployment["name"]) for deployment in DEPLOYMENTS]
     assert len(set(names)) == len(names)
 
@@ -46,7 +49,7 @@ def test_parameters_fit_the_form_and_give_the_defaults(deployment, flow):
     validate(
         values, flow.parameters.model_dump_for_openapi(), raise_on_error=True, preprocess=False
     )
-    model = typing.get_type_hints(flow.fn)["params"]
+    model = MODELS[deployment["entrypoint"]]
     changed = deployment["parameters"]["params"]
     assert flow.validate_parameters(values)["params"] == model.model_validate(changed)
     assert changed == {} or deployment["name"] != "default"
