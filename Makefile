@@ -12,7 +12,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_COMPILE_BYTECODE = 1
 TORCH ?= torch==2.13.0
 
-.PHONY: demo demo-smollm2 test test-slow test-all check ui setup clean
+.PHONY: demo demo-smollm2 test test-slow test-all check audit ui setup clean
 
 setup: .venv/installed
 
@@ -42,6 +42,10 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/ty check
+
+# Asks PyPI for known vulnerabilities of the pinned versions; needs the network, so it is not part of CI.
+audit: .venv/installed
+	$(BIN)/uv tool run pip-audit --requirement constraints.txt --no-deps --disable-pip
 
 ui: .venv/installed
 	deployments/up

@@ -5,6 +5,7 @@
 Prints one table (how, tokens/s, share of the speed of a large matrix product), the rate of every minute, where
 the time went, host CPU and memory. Packs are deleted as soon as they are committed, so a run of any length
 fits; everything else is as in the extract stage: checks, taps, copy, encoding, checksums, commit records.
+With --processes 1 2 4 8 the same on that many GPUs of one host, one process each, on one store.
 With --device cpu --shape tiny it runs anywhere, which says nothing about speed.
 """
 
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
+import os
 import resource
 import shutil
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +90,16 @@ def make_target(folder: Path, shape: str) -> TargetConfig:
     from safetensors.torch import save_file
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-    folder.mkdir(parents=True, exist_ok=True)
+    target = TargetConfig(id=str(folder))
+    if folder.exists():
+        return target
+    folder.mkdir(parents=True)
     for path in TOKENIZER.iterdir():
         if path.suffix in (".json", ".jinja") and path.name != "config.json":
             shutil.copy(path, folder)
     Qwen3_5TextConfig(**SHAPES[shape], architectures=["Qwen3_5ForCausalLM"]).save_pretrained(folder)
     save_file({"none": torch.zeros(1)}, folder / "model.safetensors")
-    return TargetConfig(id=str(folder))
+    return target
 
 
 def make_body(target: TargetConfig, depth: int, device: torch.device) -> Any:
@@ -184,16 +192,17 @@ def padded(body: Any, pack: Pack, device: torch.device, batch_tokens: int = 16_3
 
 
 class Janitor:
-    """Deletes packs that are committed, and notes when how many tokens were."""
+    """Deletes those of `packs` that are committed, and notes when how many tokens were."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, packs: list[int]) -> None:
         self._dataset, self._layout = dataset, read_layout(dataset)
+        self._units = {pack_unit(pack) for pack in packs}
         self._began = time.perf_counter()
         self._commits: list[tuple[float, int]] = []  # seconds since the start, tokens
 
     def __call__(self, done: int, total: int, numbers: dict[str, float]) -> None:
         storage = self._dataset.storage
-        for unit in self._dataset.committed():
+        for unit in self._dataset.committed() & self._units:
             pack, tokens = int(unit), self._dataset.record(unit)["num_tokens"]
             self._commits.append((time.perf_counter() - self._began, tokens))
             shards = [self._layout.shard_key(pack, n) for n in range(self._layout.shards_per_pack)]
@@ -220,6 +229,150 @@ class Janitor:
         return (tokens / lengths).tolist()
 
 
+@dataclass
+class Setting:
+    """What one process works with."""
+
+    device: torch.device
+    target: TargetConfig
+    tokens: Dataset
+    dataset: Dataset
+
+    @classmethod
+    def make(cls, options: argparse.Namespace) -> Setting:
+        device, root = torch.device(options.device), Storage.from_url(options.store)
+        target = make_target(Path(options.store) / "target", options.shape)
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        target = target.model_copy(update={"dtype": dtype})
+        tokens = make_tokens(
+            root, target, options.packs, options.pack_tokens, options.median_tokens
+        )
+        dataset = extraction.plan(root, "benchmark", tokens, target, ExtractConfig(chunk_rows=256))
+        return cls(device, target, tokens, dataset)
+
+    @cached_property
+    def body(self) -> Any:
+        layer_ids = extraction.read_contract(self.dataset)["target_layer_ids"]
+        return make_body(self.target, max(layer_ids) + 1, self.device)
+
+
+def baselines(setting: Setting) -> Iterator[tuple[str, float]]:
+    """Forwards alone: how, tokens per second."""
+    body, device, source = setting.body, setting.device, Tokens.open(setting.tokens)
+    # Packs are filled longest sample first: take them from all over the plan.
+    chosen = np.linspace(0, source.num_packs - 1, min(6, source.num_packs)).astype(int).tolist()
+    packs = [source.read_pack(index) for index in chosen]
+    how = "right-padded batches, nothing stored"
+    yield how, rate(lambda p: padded(body, p, device), packs[-1:], device)
+    if can_pack(body, device, torch.bfloat16):
+        enable_packing(body)
+        yield (
+            "packed, nothing stored",
+            rate(lambda p: packed_forward(body, p, device), packs, device),
+        )
+        compile_parts(body)
+        rate(lambda p: packed_forward(body, p, device), packs, device)  # compiles
+        how = "packed and compiled, nothing stored"
+        yield how, rate(lambda p: packed_forward(body, p, device), packs * 2, device)
+
+
+def extract(setting: Setting, options: argparse.Namespace, start: Callable[[], None]) -> dict:
+    """The timed run over this process's share of the packs; `start` is called when all is warm."""
+    share, of = map(int, options.share.split("/"))
+    packs = list(range(Tokens.open(setting.tokens).num_packs))[share::of]
+    runtime = Runtime(device=options.device, writer_threads=options.writers, slow_kernels=True)
+    dataset = setting.dataset
+    extractor = Extractor(dataset, setting.tokens, setting.target, runtime, setting.body)
+    extractor.extract(packs[:2], Janitor(dataset, packs))  # checks, compiles, allots the slots
+    warm = Janitor(dataset, packs)
+    rate = extractor.extract(packs, warm)["tokens_per_s"]
+    rounds = max(1, round(options.seconds * rate / warm.num_tokens))
+    start()
+    janitor, cpu = Janitor(dataset, packs), time.process_time()
+    numbers = extractor.extract(packs * rounds, janitor)
+    return {
+        "tokens_per_s": janitor.num_tokens / janitor.seconds,
+        "minutes": [round(value) for value in janitor.minutes()],
+        "seconds": janitor.seconds,
+        "cores": (time.process_time() - cpu) / janitor.seconds,
+        "gb_per_s": janitor.num_tokens * read_layout(dataset).row_bytes / janitor.seconds / 1e9,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "numbers": numbers,
+    }
+
+
+def run_one(options: argparse.Namespace) -> None:
+    setting = Setting.make(options)
+    flops, peak = flops_per_token(setting.body), 0.0
+    if setting.device.type == "cuda":
+        peak = matmul_flops_per_s(setting.device, torch.bfloat16)
+    print(f"{flops / 2e9:.2f} B weights a token, matmul {peak / 1e12:.0f} TFLOP/s")
+    table = Table("how", "tokens/s", "of matmul", box=None, pad_edge=False)
+
+    def add(how: str, tokens_per_s: float) -> None:
+        share = f"{tokens_per_s * flops / peak:.1%}" if peak else "-"
+        table.add_row(how, f"{tokens_per_s:,.0f}", share)
+        print(f"{how}: {tokens_per_s:,.0f} tokens/s", flush=True)
+
+    for how, tokens_per_s in () if options.skip_baselines else baselines(setting):
+        add(how, tokens_per_s)
+    result = extract(setting, options, lambda: None)
+    add("extraction: taps, copy, encode, write, commit", result["tokens_per_s"])
+    Console(width=100).print(table)
+    print("tokens/s of every minute:", *(f"{value:,}" for value in result["minutes"]))
+    print(
+        f"{result['seconds']:.0f} s, {result['gb_per_s']:.2f} GB/s written, {result['cores']:.2f} host "
+        f"cores, peak memory {result['peak_gib']:.1f} GiB"
+    )
+    print(json.dumps(result["numbers"]))
+
+
+def run_many(options: argparse.Namespace) -> None:
+    """One process for each GPU on one store, for each number of processes asked for."""
+    Setting.make(options)
+    table = Table("processes", "tokens/s each", "in all", "scaling", "host cores", "GB/s", box=None)
+    first = None
+    for count in options.processes:
+        results = _together(count)
+        total = sum(result["tokens_per_s"] for result in results)
+        first = first or total / count
+        table.add_row(
+            f"{count}",
+            " ".join(f"{result['tokens_per_s']:,.0f}" for result in results),
+            f"{total:,.0f}",
+            f"{total / count / first:.3f}",
+            f"{sum(result['cores'] for result in results):.2f}",
+            f"{sum(result['gb_per_s'] for result in results):.2f}",
+        )
+    Console(width=120).print(table)
+
+
+def _together(count: int) -> list[dict]:
+    """Results of `count` children of this command that begin their timed run at the same moment."""
+    children = []
+    for index in range(count):
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(index)}
+        command = [sys.executable, *sys.argv, "--share", f"{index}/{count}"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        children.append(subprocess.Popen(command, env=environment, **pipes))
+    for child in children:
+        assert any(line.startswith("ready") for line in child.stdout), "a process ended early"
+    for child in children:
+        child.stdin.write("go\n")
+        child.stdin.flush()
+    return [json.loads(child.communicate()[0].splitlines()[-1]) for child in children]
+
+
+def run_share(options: argparse.Namespace) -> None:
+    """A child of `run_many`."""
+
+    def start() -> None:
+        print("ready", flush=True)
+        sys.stdin.readline()
+
+    print(json.dumps(extract(Setting.make(options), options, start)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="27b")
@@ -231,72 +384,18 @@ def main() -> None:
     parser.add_argument("--median-tokens", type=float, default=256, help="of a sample")
     parser.add_argument("--writers", type=int, default=4)
     parser.add_argument("--skip-baselines", action="store_true")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", help="one for each GPU: 1 2 4 8 compares these"
+    )
+    parser.add_argument("--share", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    device = torch.device(options.device)
-    root = Storage.from_url(options.store)
-    target = make_target(Path(options.store) / "target", options.shape)
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
-    target = target.model_copy(update={"dtype": dtype})
-    tokens = make_tokens(root, target, options.packs, options.pack_tokens, options.median_tokens)
-    dataset = extraction.plan(root, "benchmark", tokens, target, ExtractConfig(chunk_rows=256))
-    layer_ids = extraction.read_contract(dataset)["target_layer_ids"]
-    body = make_body(target, max(layer_ids) + 1, device)
-    flops = flops_per_token(body)
-    peak = matmul_flops_per_s(device, torch.bfloat16) if device.type == "cuda" else 0.0
-    logging.basicConfig(level=logging.WARNING)
-    logging.getLogger("dflash_core").setLevel(logging.INFO)
-    print(
-        f"taps {layer_ids}, {flops / 2e9:.2f} B weights a token, matmul {peak / 1e12:.0f} TFLOP/s"
-    )
-
-    table = Table("how", "tokens/s", "of matmul", box=None, pad_edge=False)
-
-    def add(how: str, tokens_per_s: float) -> None:
-        share = f"{tokens_per_s * flops / peak:.1%}" if peak else "-"
-        table.add_row(how, f"{tokens_per_s:,.0f}", share)
-        print(f"{how}: {tokens_per_s:,.0f} tokens/s", flush=True)
-
-    source = Tokens.open(tokens)
-    # Packs are filled longest sample first: take them from all over the plan.
-    chosen = np.linspace(0, source.num_packs - 1, min(6, source.num_packs)).astype(int).tolist()
-    packs = [source.read_pack(index) for index in chosen]
-    if not options.skip_baselines:
-        add(
-            "right-padded batches, nothing stored",
-            rate(lambda p: padded(body, p, device), packs[:3], device),
-        )
-        if can_pack(body, device, torch.bfloat16):
-            enable_packing(body)
-            add(
-                "packed, nothing stored",
-                rate(lambda p: packed_forward(body, p, device), packs, device),
-            )
-            compile_parts(body)
-            rate(lambda p: packed_forward(body, p, device), packs, device)
-            add(
-                "packed and compiled, nothing stored",
-                rate(lambda p: packed_forward(body, p, device), packs * 2, device),
-            )
-
-    runtime = Runtime(device=options.device, writer_threads=options.writers, slow_kernels=True)
-    extractor = Extractor(dataset, tokens, target, runtime, body)
-    everything = list(range(source.num_packs))
-    extractor.extract(everything[:2], Janitor(dataset))  # checks, compiles, allots the slots
-    warm = extractor.extract(everything, Janitor(dataset))
-    rounds = round(options.seconds * warm["tokens_per_s"] / tokens.facts["total_tokens"])
-    janitor, cpu = Janitor(dataset), time.process_time()
-    numbers = extractor.extract(everything * max(1, rounds), janitor)
-    cores = (time.process_time() - cpu) / janitor.seconds
-    add("extraction: taps, copy, encode, write, commit", janitor.num_tokens / janitor.seconds)
-    Console(width=100).print(table)
-    print("tokens/s of every minute:", ", ".join(f"{value:,.0f}" for value in janitor.minutes()))
-    written = janitor.num_tokens * read_layout(dataset).row_bytes / janitor.seconds / 1e9
-    peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"{janitor.seconds:.0f} s, {written:.2f} GB/s written, {cores:.2f} host cores, "
-        f"peak memory {peak_gib:.1f} GiB"
-    )
-    print(json.dumps(numbers))
+    if options.share:
+        run_share(options)
+    elif options.processes:
+        run_many(options)
+    else:
+        options.share = "0/1"
+        run_one(options)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -39,13 +39,40 @@ class SourceConfig(Config):
     reader: str
     """How its rows are laid out; `dflash readers` lists the known ones."""
     path: str = ""
-    """Hugging Face id, local file or s3:// URL; empty for readers that bring their own text."""
+    """Hugging Face id, local file or folder, or s3:// URL. Empty where the reader brings its own text or
+    knows the id of its set."""
     revision: str = "main"
     """Revision of a Hugging Face id."""
+    subset: str = ""
+    """Configuration of a Hugging Face id, where it has several."""
     split: str = "train"
     """Split of a Hugging Face id."""
     limit: int = Field(default=0, ge=0)
-    """Rows to take, drawn evenly by content hash; 0 takes all."""
+    """Rows to take at most, drawn evenly by content hash; 0 takes all."""
+    weight: float = Field(default=0.0, ge=0)
+    """Share of the corpus relative to the other sources' weights; 0 for all sources is by their rows."""
+
+
+class FilterConfig(Config):
+    """What makes a readable conversation unfit. Each has its own reason in the report."""
+
+    max_characters: int = Field(default=200_000, ge=1)
+    """Conversations with more characters than this are rejected."""
+    min_answer_characters: int = Field(default=0, ge=0)
+    """Conversations whose answers have fewer characters than this together are rejected."""
+    min_supervised_share: float = Field(default=0.0, ge=0, le=1)
+    """Least share of a conversation's characters that are answers; prompts without answers pass."""
+    max_compression: float = Field(default=30.0, ge=0)
+    """Rejects answers of which some 2,000 characters shrink more than this many times in zlib, as loops do;
+    0 keeps them."""
+    broken_unicode: Literal["reject", "keep"] = "reject"
+    """Answers with U+FFFD, control characters, or UTF-8 that was read as Latin-1."""
+    secrets: Literal["redact", "reject", "keep"] = "redact"
+    """API keys, access tokens and private keys; a redacted one becomes `<redacted:kind>`."""
+    refusals: Literal["reject", "keep"] = "keep"
+    """Conversations in which an answer begins with a refusal (English phrases)."""
+    languages: list[str] = []
+    """ISO 639-1 codes to keep, such as en; empty keeps all. Needs the package py3langid."""
 
 
 class CurateConfig(Config):
@@ -53,10 +80,24 @@ class CurateConfig(Config):
 
     sources: list[SourceConfig] = [SourceConfig(name="python-stdlib", reader="python-stdlib")]
     """Where conversations come from. A duplicate belongs to the first source that has it."""
-    max_characters: int = Field(default=200_000, ge=1)
-    """Conversations with more characters than this are rejected."""
+    filters: FilterConfig = FilterConfig()
+    """What is rejected or redacted."""
+    near_duplicates: float = Field(default=0.0, ge=0, le=1)
+    """Similarity (Jaccard, of runs of five words) from which a conversation is a duplicate of an earlier
+    one, 0.8 for example; 0 drops only equal ones. Needs the package rensa."""
+    decontaminate: list[str] = []
+    """Evaluation sets whose prompts must not be in the corpus: gsm8k, math-500, humaneval, mbpp, mt-bench,
+    alpaca, or files of prompts."""
+    num_rows: int = Field(default=0, ge=0)
+    """Rows of a weighted corpus; 0 takes as many as the shares allow. No row is ever taken twice."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Evens out the shares of the sources: they are raised to 1 / temperature."""
+    seed: int = 0
+    """Seed of every draw; 0 draws the lowest content hashes."""
     held_out_fraction: float = Field(default=0.05, ge=0, lt=1)
     """Share kept for evaluation, chosen by hash of the row's group (or of its content), so it never moves."""
+    rows_per_part: int = Field(default=8192, ge=1)
+    """Rows of a source that are committed together; the unit of resume."""
 
 
 class RegenerateConfig(Config):
@@ -184,8 +225,15 @@ class EvaluateConfig(Config):
 class ExportConfig(Config):
     """Directories that serving engines load."""
 
-    layouts: list[Literal["z-lab"]] = ["z-lab"]
-    """Layouts to write."""
+    layouts: list[Literal["z-lab", "speculators"]] = ["z-lab"]
+    """Layouts to write: z-lab is read by SGLang, vLLM and others, speculators by vLLM and speculators."""
+    target_name: str = ""
+    """How model card and engines shall call the target; empty takes its hub id, or its folder's name."""
+    weights: Literal["bfloat16", "int8", "fp8"] = "bfloat16"
+    """Type of the MLP and output projection weights; the others are bfloat16 in every case."""
+    draft_vocab_size: int = Field(default=0, ge=0)
+    """Propose only from this many tokens, the most frequent ones of the training answers (speculators layout
+    only); 0 proposes from all."""
 
 
 class Runtime(Config):
@@ -195,6 +243,8 @@ class Runtime(Config):
     """`cuda`, `cuda:1`, `cpu`, or `auto` for a GPU when there is one."""
     batch_tokens: int = Field(default=4096, ge=1)
     """Tokens of a padded batch, where packs are run as batches."""
+    processes: int = Field(default=0, ge=0)
+    """Processes that curate and tokenize parts side by side; 0 takes one for each core."""
     generate_batch: int = Field(default=64, ge=1)
     """Conversations answered together by a local target."""
     writer_threads: int = Field(default=4, ge=1)
@@ -205,8 +255,8 @@ class Runtime(Config):
     """Folder on a local disk that keeps what training reads from a bucket, for later epochs; empty keeps nothing."""
     cache_bytes: int = Field(default=500 * 10**9, ge=0)
     """Most bytes in `cache_folder`."""
-    span_packs: int = Field(default=8, ge=1)
-    """Packs of one extraction task."""
+    span_packs: int = Field(default=64, ge=1)
+    """Packs of one extraction task; a GPU waits for the last uploads of one before it gets the next."""
     device_processes: int = Field(default=0, ge=0)
     """Processes that keep the target loaded for extraction and regeneration; 0 takes one for each GPU and,
     without a GPU, none: the flow's own process computes."""

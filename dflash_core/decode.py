@@ -1,44 +1,67 @@
-"""Greedy decoding with and without a drafter: draft, verify, accept.
+"""Decoding with and without a drafter: draft, verify, accept. Chains or trees, greedy or sampled.
 
-The reference loop: batch 1, one chain of drafts, no kernels of its own. Its output is the target's own
-greedy output token for token, up to rounding: a forward of several rows and one of a single row may
-differ in the last bits, which decides a token only where two logits are nearly equal.
+Greedy output is the target's own token for token, up to rounding: a forward of several rows and one of a
+single row may differ in the last bits, which decides a token only where two logits are nearly equal.
+Sampled output is distributed as the target's own samples: drafts of a chain are accepted by rejection
+sampling, in a tree every token is a fresh sample of the target and the tree is only where it is looked for.
 
-Shape letters: B = 1 sequence, T context rows, K block slots, L taps, H hidden size, C = L * H, V vocabulary.
+Several sequences are decoded together; what comes out of one does not depend on the others.
+
+Shape letters: B sequences, T context rows, K block slots, D drafts (at most K - 1), R rows of a verify
+forward, P rows of the longest accepted path, L taps, H hidden size, C = L * H, V vocabulary.
 Reference: DFlash, https://arxiv.org/abs/2602.06036; z-lab/dflash dflash/model.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dflash_core.blocks import attention_masks
+from dflash_core.draft_tree import DraftTree, best_first, chain
 from dflash_core.errors import InputError
-from dflash_core.model import Drafter, DrafterShape
+from dflash_core.model import SLIDING, Drafter, DrafterShape
+from dflash_core.row_cache import KeyValues, RowCache, Rows, takes_rows_back, teach_rows
+from dflash_core.sampling import GREEDY, Sampling, accept, draw, probabilities
 from dflash_core.target_cache import Snapshot, cache_name
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How to decode."""
+
+    max_new_tokens: int
+    """Longest answer, at least 1."""
+    stop_ids: Collection[int] = ()
+    """Tokens that end an answer; the one that did is part of it."""
+    sampling: Sampling = GREEDY
+    max_drafts: int = 0
+    """Drafts of a step, one after another; 0 takes block_size - 1, the most there is."""
+    tree_nodes: int = 0
+    """Drafts of a step in all branches of a tree; 0 drafts a single chain."""
+    batch: int = 1
+    """Sequences decoded together."""
+
+
+@dataclass
 class Generation:
-    """What speculative decoding produced.
+    """What decoding produced.
 
     The first token comes from the prompt's forward; each verify step then emits its accepted drafts and
     one token of the target's own. So `len(tokens) == 1 + sum(accepted) + len(accepted)`, one less when
     an accepted draft is a stop token, because nothing is emitted after it.
     """
 
-    tokens: list[int]
+    tokens: list[int] = field(default_factory=list)
     """Answer, its stop token included."""
-    accepted: list[int]
+    accepted: list[int] = field(default_factory=list)
     """For each verify step, drafts emitted."""
-    judged: list[int]
-    """For each verify step, drafts that could have been emitted: block_size - 1, fewer at the end of the
-    budget and before a stop token."""
+    judged: list[int] = field(default_factory=list)
+    """For each verify step, drafts that could have been emitted: block_size - 1 or the depth of the tree,
+    fewer at the end of the budget and before a stop token."""
 
     @property
     def num_verified(self) -> int:
@@ -46,75 +69,155 @@ class Generation:
         return max(len(self.tokens) - 1, 0)
 
 
+@dataclass(frozen=True)
+class Step:
+    """Tokens that one sequence gained."""
+
+    sequence: int
+    """Index of its prompt."""
+    tokens: list[int]
+    accepted: int
+    """How many of them were drafts: the first ones."""
+    judged: int
+    """How many drafts could have been emitted."""
+    verified: bool
+    """False for the token that comes from the prompt's forward."""
+    ended: bool
+    """Whether the answer is complete."""
+
+
 class Proposer(Protocol):
-    """What drafts: sees the taps of every committed row once, in order."""
+    """What drafts, for a batch that sequences join and leave."""
 
-    def append(self, taps_BTC: Tensor) -> None:
-        """The next committed rows of the target, their L taps joined."""
+    def admit(self, taps_TC: Tensor) -> None:
+        """A new sequence at the end of the batch: the rows of its prompt, their L taps joined."""
 
-    def propose(self, bonus: int, num_drafts: int) -> list[int]:
-        """Drafts of the tokens after `bonus`, which stands right behind the committed rows."""
+    def append(self, taps_BPC: Tensor, counts: list[int]) -> None:
+        """The next committed rows of each sequence: the first `counts` of the P that are given."""
+
+    def keep(self, sequences: list[int]) -> None:
+        """Only these sequences stay, in this order."""
+
+    def propose(self, bonus: list[int], num_drafts: int) -> Tensor:
+        """Logits [B, num_drafts, V] of the tokens after `bonus`, which stand behind the committed rows."""
+
+
+class NoProposer:
+    """Drafts nothing: decoding with the target alone."""
+
+    def admit(self, taps_TC: Tensor) -> None: ...
+    def append(self, taps_BPC: Tensor, counts: list[int]) -> None: ...
+    def keep(self, sequences: list[int]) -> None: ...
+    def propose(self, bonus: list[int], num_drafts: int) -> Tensor:
+        raise AssertionError("nothing to propose")
+
+
+# --- the drafter -------------------------------------------------------------------------------
 
 
 class BlockProposer:
-    """A drafter over one sequence: its context keys and values grow with the committed rows only.
+    """A drafter whose context keys and values grow with the committed rows only.
 
-    Args:
-        embedding, head: the target's [V, H], frozen.
+    Args, see `speculate_steps`: embedding, head, token_ids.
     """
 
-    def __init__(self, drafter: Drafter, embedding: Tensor, head: Tensor) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        embedding: Tensor,
+        head: Tensor,
+        token_ids: Tensor | None = None,
+    ) -> None:
         self._drafter = drafter
         self._shape = drafter.shape
         self._head = head
-        self._dtype = drafter.fc.weight.dtype
-        self._mask_H = embedding[self._shape.mask_token_id]
         self._embedding = embedding
-        self._context: list[tuple[Tensor, Tensor]] = []
-        self._num_rows = 0
+        self._token_ids = token_ids
+        self._context: list[KeyValues] = []
+        self._lengths: list[int] = []
 
-    def append(self, taps_BTC: Tensor) -> None:
-        start, self._num_rows = self._num_rows, self._num_rows + taps_BTC.shape[1]
-        positions_BT = torch.arange(start, self._num_rows, device=taps_BTC.device)[None]
-        new = self._drafter.project_context(taps_BTC, positions_BT)
+    def admit(self, taps_TC: Tensor) -> None:
+        positions_BT = torch.arange(len(taps_TC), device=taps_TC.device)[None]
+        new = [KeyValues(*kv) for kv in self._drafter.project_context(taps_TC[None], positions_BT)]
+        self._lengths.append(len(taps_TC))
         if not self._context:
             self._context = new
             return
-        self._context = [
-            (torch.cat((old[0], more[0]), dim=2), torch.cat((old[1], more[1]), dim=2))
-            for old, more in zip(self._context, new, strict=True)
-        ]
+        for context, more in zip(self._context, new, strict=True):
+            context.add(more)
 
-    def propose(self, bonus: int, num_drafts: int) -> list[int]:
+    def append(self, taps_BPC: Tensor, counts: list[int]) -> None:
+        # Rows past a sequence's count are written, too, and overwritten by what comes next.
+        new = self._drafter.project_context(taps_BPC, self._positions(taps_BPC.shape[1]))
+        for context, (keys, values) in zip(self._context, new, strict=True):
+            context.write(keys, values, self._lengths)
+        self._lengths = [n + more for n, more in zip(self._lengths, counts, strict=True)]
+
+    def keep(self, sequences: list[int]) -> None:
+        self._lengths = [self._lengths[sequence] for sequence in sequences]
+        if not sequences:
+            self._context = []
+        for context in self._context:
+            context.keep(torch.tensor(sequences, device=self._head.device))
+
+    def propose(self, bonus: list[int], num_drafts: int) -> Tensor:
         """The first drafts of a whole block: with fewer mask slots it would not be what was trained."""
-        if num_drafts == 0:
-            return []
-        slots, device = self._shape.block_size, self._mask_H.device
-        embeds_BKH = self._mask_H.repeat(1, slots, 1).to(self._dtype)
-        embeds_BKH[0, 0] = self._embedding[bonus]
-        positions_BK = torch.arange(self._num_rows, self._num_rows + slots, device=device)[None]
-        masks = block_masks(self._shape, self._num_rows, device)
-        hidden_BKH = self._drafter(embeds_BKH, positions_BK, self._context, masks)
-        wanted_KH = hidden_BKH[0, 1 : num_drafts + 1].to(self._head.dtype)
-        return (wanted_KH @ self._head.T).argmax(-1).tolist()
+        slots, mask = self._shape.block_size, self._shape.mask_token_id
+        ids = torch.tensor([[token, *[mask] * (slots - 1)] for token in bonus])
+        embeds_BKH = self._embedding[ids.to(self._head.device)].to(self._drafter.fc.weight.dtype)
+        context = [layer.view(max(self._lengths)) for layer in self._context]
+        masks = block_masks(self._shape, self._lengths, self._head.device)
+        hidden_BKH = self._drafter(embeds_BKH, self._positions(slots), context, masks)
+        logits_BDV = hidden_BKH[:, 1 : num_drafts + 1].to(self._head.dtype) @ self._head.T
+        if self._token_ids is None:
+            return logits_BDV
+        whole_BDV = logits_BDV.new_full((*logits_BDV.shape[:2], len(self._embedding)), -torch.inf)
+        whole_BDV[..., self._token_ids] = logits_BDV
+        return whole_BDV
+
+    def _positions(self, num_rows: int) -> Tensor:
+        """The next positions of each sequence, [B, num_rows]."""
+        device = self._head.device
+        return torch.tensor(self._lengths, device=device)[:, None] + torch.arange(
+            num_rows, device=device
+        )
 
 
-def block_masks(shape: DrafterShape, num_context: int, device: torch.device) -> dict[str, Tensor]:
-    """What the slots of one block behind `num_context` rows may attend to; the masks of training.
+def block_masks(
+    shape: DrafterShape, num_context: list[int], device: torch.device
+) -> dict[str, Tensor]:
+    """What the slots of a block may attend to behind so many rows of each sequence; as in training.
 
     Returns:
-        For each kind of layer, bool [1, 1, K, T + K], True where a slot may attend; context keys first.
+        For each kind of layer, bool [B, 1, K, T + K] with T the most rows, True where a slot may attend;
+        context keys first.
     """
-    one_document_T = torch.zeros(num_context, dtype=torch.int64, device=device)
-    anchor_N = torch.tensor([num_context], device=device)
-    return attention_masks(shape, anchor_N, torch.zeros_like(anchor_N), one_document_T)
+    lengths_B11 = torch.tensor(num_context, device=device)[:, None, None]
+    context_T = torch.arange(max(num_context), device=device)
+    slots_K = torch.arange(shape.block_size, device=device)
+    masks = {}
+    for kind in sorted(set(shape.layer_types)):
+        context_BKT = (context_T < lengths_B11).expand(-1, shape.block_size, -1)
+        block_KK = torch.ones(shape.block_size, shape.block_size, dtype=torch.bool, device=device)
+        if kind == SLIDING:
+            first_BK1 = lengths_B11 + slots_K[:, None] - (shape.sliding_window - 1)
+            context_BKT = context_BKT & (context_T >= first_BK1)
+            block_KK = (slots_K[:, None] - slots_K).abs() < shape.sliding_window
+        if shape.causal_in_block(kind):
+            block_KK = block_KK & (slots_K[:, None] >= slots_K)
+        blocks_BKK = block_KK.expand(len(num_context), -1, -1)
+        masks[kind] = torch.cat((context_BKT, blocks_BKK), dim=2)[:, None]
+    return masks
+
+
+# --- the target alone --------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def greedy(
     model: Any, input_ids: list[int], max_new_tokens: int, stop_ids: Collection[int]
 ) -> list[int]:
-    """The target alone: its most likely token, one row per forward, with a cache.
+    """The target alone: its most likely token, one row per forward, with Transformers' own cache.
 
     Returns:
         At most `max_new_tokens` tokens; the stop token that ended the answer is included.
@@ -136,6 +239,9 @@ def stepwise_logits(model: Any, input_ids: list[int], tokens: list[int]) -> Tens
     return logits_TV[-1]
 
 
+# --- with a drafter ----------------------------------------------------------------------------
+
+
 def speculate(
     model: Any,
     drafter: Drafter,
@@ -145,15 +251,60 @@ def speculate(
     max_new_tokens: int,
     stop_ids: Collection[int],
 ) -> Generation:
-    """The target with a drafter; the same tokens as `greedy`, in fewer forwards of the target.
+    """One prompt, greedy, with chains of drafts: the tokens of `greedy` in fewer forwards.
+
+    Args, raises: see `speculate_steps`.
+    """
+    decoding = Decoding(max_new_tokens, stop_ids)
+    steps = speculate_steps(model, drafter, embedding, head, [input_ids], decoding)
+    return next(answers(steps))[1]
+
+
+def answers(steps: Iterator[Step]) -> Iterator[tuple[int, Generation]]:
+    """The answers that these steps make up, each as soon as it is complete, with its prompt's index."""
+    begun: dict[int, Generation] = {}
+    for step in steps:
+        generation = begun.setdefault(step.sequence, Generation())
+        generation.tokens.extend(step.tokens)
+        if step.verified:
+            generation.accepted.append(step.accepted)
+            generation.judged.append(step.judged)
+        if step.ended:
+            yield step.sequence, begun.pop(step.sequence)
+
+
+def plain_steps(
+    model: Any,
+    prompts: Sequence[list[int]],
+    decoding: Decoding,
+    seeds: Sequence[int] | None = None,
+) -> Iterator[Step]:
+    """The target alone, in the loop and the batches of `speculate_steps`; every step is one token."""
+    return decode_steps(model, NoProposer(), (0,), 0, prompts, decoding, seeds)
+
+
+def speculate_steps(
+    model: Any,
+    drafter: Drafter,
+    embedding: Tensor,
+    head: Tensor,
+    prompts: Sequence[list[int]],
+    decoding: Decoding,
+    seeds: Sequence[int] | None = None,
+    token_ids: Tensor | None = None,
+) -> Iterator[Step]:
+    """The target with a drafter on several prompts; steps of different prompts come interleaved.
 
     Args:
         model: the target, as `load_causal_lm` returns it.
-        embedding, head: the target's [V, H], on the drafter's device.
-        input_ids: the prompt, at least one token.
+        embedding, head: the target's [V, H], on the drafter's device; or a head of the drafter's own.
+        prompts: token ids, at least one each.
+        seeds: of each prompt's samples; their index when None. Samples do not depend on the batch.
+        token_ids: target's token of each row of a head over a reduced vocabulary, int64.
 
     Raises:
-        InputError: the drafter was made for a target of another size.
+        InputError: the drafter was made for a target of another size or for shorter blocks, or trees are
+            asked for on a target that cannot verify them.
     """
     shape, width = drafter.shape, embedding.shape[1]
     if shape.hidden_size != width or shape.vocab_size > embedding.shape[0]:
@@ -161,92 +312,253 @@ def speculate(
             f"the drafter is for a target of hidden size {shape.hidden_size} and {shape.vocab_size} tokens, "
             f"this one has {width} and {embedding.shape[0]}; use the target it was trained on"
         )
-    proposer = BlockProposer(drafter, embedding, head)
-    return verify_chain(
-        model,
-        proposer,
-        shape.target_layer_ids,
-        shape.block_size - 1,
-        input_ids,
-        max_new_tokens,
-        stop_ids,
+    most = shape.block_size - 1
+    if decoding.max_drafts > most:
+        raise InputError(
+            f"max_drafts is {decoding.max_drafts}, but the drafter was trained for blocks of "
+            f"{shape.block_size}, the bonus token included; use at most {most}"
+        )
+    proposer = BlockProposer(drafter, embedding, head, token_ids)
+    max_drafts = decoding.max_drafts or most
+    return decode_steps(
+        model, proposer, shape.target_layer_ids, max_drafts, prompts, decoding, seeds
     )
 
 
+@dataclass
+class _Sequence:
+    """An answer in the making."""
+
+    index: int
+    tokens: list[int]
+    left: int
+    """Tokens it may still gain."""
+    generator: torch.Generator
+    most_rows: int
+    """Rows of the largest step."""
+
+    def uniform(self, count: int) -> Tensor:
+        """Fresh numbers in [0, 1); how far the stream moves does not depend on what the batch asks for."""
+        return torch.rand(self.most_rows, generator=self.generator)[:count]
+
+
 @torch.no_grad()
-def verify_chain(
+def decode_steps(
     model: Any,
     proposer: Proposer,
     target_layer_ids: Collection[int],
     max_drafts: int,
-    input_ids: list[int],
-    max_new_tokens: int,
-    stop_ids: Collection[int],
-) -> Generation:
-    """Speculative decoding with whatever proposes.
+    prompts: Sequence[list[int]],
+    decoding: Decoding,
+    seeds: Sequence[int] | None = None,
+) -> Iterator[Step]:
+    """Decoding with whatever proposes.
 
-    Between steps the cache holds the committed rows, the proposer has seen their taps, and the last token
-    (the bonus) is emitted but in neither: it is the first row of the next verify forward.
+    Between steps the target's cache holds the committed rows, the proposer has seen their taps, and the
+    last token of each sequence (the bonus) is emitted but in neither: it is the first row of the next
+    verify forward.
+
+    Args:
+        target_layer_ids: layers whose taps the proposer gets.
+        max_drafts: the most it proposes in a step, one after another.
     """
     from dflash_core.target import tap_layers
 
-    result = Generation([], [], [])
+    batch = decoding.batch
+    if takes_rows_back(model):
+        kind: Any = _RowTarget
+    else:
+        if decoding.tree_nodes:
+            raise InputError(
+                f"{type(model).__name__} has layers that cannot verify a tree; leave tree_nodes at 0"
+            )
+        kind, batch = _ReplayTarget, 1
+    most_rows = max(max_drafts, decoding.tree_nodes) + 1
+    waiting = list(range(len(prompts)))[::-1]
+    active: list[_Sequence] = []
     with tap_layers(model, list(target_layer_ids)) as taps:
-        target = _Target(model, taps)
-        result.tokens.append(target.forward(input_ids, num_logits=1)[-1])
-        num_kept = len(input_ids)
-        while (left := max_new_tokens - len(result.tokens)) and result.tokens[-1] not in stop_ids:
-            proposer.append(target.commit(num_kept))
-            bonus = result.tokens[-1]
-            drafts = proposer.propose(bonus, min(max_drafts, left - 1))
-            answers = target.forward([bonus, *drafts])
-            num_matching = _num_matching(drafts, answers)
-            _emit(result, answers, num_matching, len(drafts), stop_ids)
-            num_kept = num_matching + 1
-    return result
+        target = kind(model, taps)
+        while waiting or active:
+            while waiting and len(active) < batch:
+                index = waiting.pop()
+                logits_V, taps_TC = target.admit(prompts[index])
+                generator = torch.Generator().manual_seed(seeds[index] if seeds else index)
+                sequence = _Sequence(index, [], decoding.max_new_tokens, generator, most_rows)
+                token = _choose(logits_V[None, None], decoding.sampling, [sequence])[0][0]
+                step = _step(sequence, [token], 0, 0, decoding.stop_ids, verified=False)
+                proposer.admit(taps_TC)
+                active.append(sequence)
+                yield step
+                if step.ended:
+                    active.pop()
+                    target.keep(list(range(len(active))))
+                    proposer.keep(list(range(len(active))))
+            if not active:
+                continue
+            paths, steps = _verify(target, proposer, max_drafts, decoding, active)
+            yield from steps
+            alive = [row for row, step in enumerate(steps) if not step.ended]
+            if alive:
+                proposer.append(target.commit(paths), [len(path) for path in paths])
+            if len(alive) < len(active):
+                active = [active[row] for row in alive]
+                target.keep(alive)
+                proposer.keep(alive)
 
 
-class _Target:
-    """The target in the middle of one answer: its cache, and what its last forward may have to undo."""
+def _verify(
+    target: _RowTarget | _ReplayTarget,
+    proposer: Proposer,
+    max_drafts: int,
+    decoding: Decoding,
+    active: list[_Sequence],
+) -> tuple[list[list[int]], list[Step]]:
+    """Drafts, runs the target over them and judges; returns the rows to commit and what is emitted."""
+    sampling = decoding.sampling
+    bonus = [sequence.tokens[-1] for sequence in active]
+    depths = [min(max_drafts, sequence.left - 1) for sequence in active]
+    drafter_BDV = proposer.propose(bonus, max(depths)) if max(depths) else None
+    by_rejection = drafter_BDV is not None and not decoding.tree_nodes and not sampling.greedy
+    if drafter_BDV is None:
+        trees = [chain(token, []) for token in bonus]
+    elif decoding.tree_nodes:
+        tempered_BDV = drafter_BDV if sampling.greedy else drafter_BDV / sampling.temperature
+        trees = best_first(tempered_BDV, bonus, depths, decoding.tree_nodes)
+    else:
+        drafts = _choose(drafter_BDV, sampling, active)
+        trees = [chain(bonus[row], drafts[row][:depth]) for row, depth in enumerate(depths)]
+    target_BRV = target.forward(trees)
+    if by_rejection:
+        assert drafter_BDV is not None
+        device = target_BRV.device
+        accepted, following = accept(
+            probabilities(target_BRV, sampling),
+            probabilities(drafter_BDV, sampling).to(device),
+            torch.tensor(drafts, device=device),
+            torch.tensor(depths, device=device),
+            _uniform(active, target_BRV.shape[1]).to(device),
+        )
+        paths = [list(range(count + 1)) for count in accepted]
+    else:
+        chosen = _choose(target_BRV, sampling, active)
+        paths = [tree.walk(chosen[row]) for row, tree in enumerate(trees)]
+        following = [chosen[row][path[-1]] for row, path in enumerate(paths)]
+    steps = []
+    for row, (sequence, tree, path) in enumerate(zip(active, trees, paths, strict=True)):
+        new = [*[tree.tokens[entry] for entry in path[1:]], following[row]]
+        steps.append(_step(sequence, new, len(path) - 1, tree.depth, decoding.stop_ids))
+    return paths, steps
 
-    def __init__(self, model: Any, taps: Any) -> None:
-        self._model, self._taps = model, taps
-        self._cache: Any = None
-        self._before: Snapshot | None = None
-        self._rows: list[int] = []
 
-    def forward(self, rows: list[int], num_logits: int = 0) -> list[int]:
-        """The target's own next token after each of the last `num_logits` rows, 0 for all."""
-        self._before = Snapshot(self._cache) if self._cache is not None else None
-        self._rows = rows
-        logits_TV, self._cache = _forward(self._model, rows, self._cache, num_logits)
-        return logits_TV.argmax(-1).tolist()
-
-    def commit(self, num_rows: int) -> Tensor:
-        """Keeps the first rows of the last forward, takes back the others.
-
-        Returns:
-            The joined taps [B, num_rows, C] of the rows that stay.
-        """
-        taps_BTC = self._taps.stack()[:, :num_rows].flatten(2)
-        if self._before is not None and not self._before.rollback(num_rows):
-            _forward(self._model, self._rows[:num_rows], self._cache, num_logits=1)
-        return taps_BTC
-
-
-def _emit(
-    result: Generation,
-    answers: list[int],
+def _step(
+    sequence: _Sequence,
+    new: list[int],
     num_matching: int,
     num_drafts: int,
     stop_ids: Collection[int],
-) -> None:
-    """Adds a step's tokens: matching drafts and one more, up to the first stop token."""
-    new = _cut_at_stop(answers[: num_matching + 1], stop_ids)
-    stopped_early = len(new) <= num_matching
-    result.tokens.extend(new)
-    result.accepted.append(len(new) if stopped_early else num_matching)
-    result.judged.append(len(new) if stopped_early else num_drafts)
+    *,
+    verified: bool = True,
+) -> Step:
+    """Adds matching drafts and one more token to the sequence, up to the first stop token."""
+    stop = next((i for i, token in enumerate(new) if token in stop_ids), None)
+    if stop is not None and stop < num_matching:
+        new = new[: stop + 1]
+        num_matching = num_drafts = stop + 1
+    sequence.tokens.extend(new)
+    sequence.left -= len(new)
+    ended = stop is not None or sequence.left == 0
+    return Step(sequence.index, new, num_matching, num_drafts, verified, ended)
+
+
+def _choose(logits_BRV: Tensor, sampling: Sampling, sequences: list[_Sequence]) -> list[list[int]]:
+    """A token for every row: the most likely one, or a sample."""
+    if sampling.greedy:
+        return logits_BRV.argmax(-1).tolist()
+    uniform_BR = _uniform(sequences, logits_BRV.shape[1]).to(logits_BRV.device)
+    return draw(probabilities(logits_BRV, sampling), uniform_BR).tolist()
+
+
+def _uniform(sequences: list[_Sequence], count: int) -> Tensor:
+    """Fresh numbers in [0, 1) from each sequence's own stream, [B, count]."""
+    return torch.stack([sequence.uniform(count) for sequence in sequences])
+
+
+class _RowTarget:
+    """The target in the middle of several answers, with a cache that takes rows back."""
+
+    def __init__(self, model: Any, taps: Any) -> None:
+        from dflash_core.target import gdn_modules
+
+        self._model, self._taps = model, taps
+        self._cache = RowCache()
+        for module in gdn_modules(model):
+            teach_rows(module)
+
+    def admit(self, input_ids: list[int]) -> tuple[Tensor, Tensor]:
+        """Runs a prompt, which joins the batch; its last logits [V] and its taps [T, C]."""
+        logits_TV, prefilled = _forward(self._model, input_ids, None, num_logits=1)
+        self._cache.admit(prefilled)
+        return logits_TV[-1], self._taps.stack().flatten(2)[0]
+
+    def forward(self, trees: list[DraftTree]) -> Tensor:
+        """Logits [B, R, V] after every row of the trees; rows past the end of a tree mean nothing."""
+        device = self._model.device
+        tokens = [tree.tokens for tree in trees]
+        if all(tree.is_chain for tree in trees):
+            rows = Rows.chains(tokens, device)
+        else:
+            rows = Rows.trees(tokens, [tree.parents for tree in trees], device)
+        self._cache.begin(rows)
+        out = self._model(
+            input_ids=rows.tokens_BR,
+            position_ids=self._cache.positions_BR,
+            attention_mask=self._cache.masks(self._model.dtype),
+            use_cache=True,
+            **{cache_name(type(self._model)): self._cache},
+        )
+        return out.logits
+
+    def commit(self, paths: list[list[int]]) -> Tensor:
+        """Keeps these rows of the last forward; their joined taps [B, P, C]."""
+        self._cache.commit(paths)
+        longest = max(map(len, paths))
+        filled = [[*path, *[0] * (longest - len(path))] for path in paths]
+        rows_BP = torch.tensor(filled, device=self._model.device)
+        sequences_B1 = torch.arange(len(paths), device=rows_BP.device)[:, None]
+        return self._taps.stack().flatten(2)[sequences_B1, rows_BP]
+
+    def keep(self, sequences: list[int]) -> None:
+        """Only these sequences stay."""
+        self._cache.keep(sequences)
+
+
+class _ReplayTarget:
+    """The target in the middle of one answer, for layers whose rows cannot be taken back.
+
+    The cache is put back to where it was before the forward, and the accepted rows are run again.
+    """
+
+    def __init__(self, model: Any, taps: Any) -> None:
+        self._model, self._taps = model, taps
+
+    def admit(self, input_ids: list[int]) -> tuple[Tensor, Tensor]:
+        logits_TV, self._cache = _forward(self._model, input_ids, None, num_logits=1)
+        return logits_TV[-1], self._taps.stack().flatten(2)[0]
+
+    def forward(self, trees: list[DraftTree]) -> Tensor:
+        self._rows = trees[0].tokens
+        self._before = Snapshot(self._cache)
+        return _forward(self._model, self._rows, self._cache)[0][None]
+
+    def commit(self, paths: list[list[int]]) -> Tensor:
+        num_rows = len(paths[0])
+        taps_BPC = self._taps.stack().flatten(2)[:, :num_rows]
+        if not self._before.rollback(num_rows):
+            _forward(self._model, self._rows[:num_rows], self._cache, num_logits=1)
+        return taps_BPC
+
+    def keep(self, sequences: list[int]) -> None:
+        """Nothing: an answer that has ended is the only one."""
 
 
 def _forward(model: Any, rows: list[int], cache: Any, num_logits: int = 0) -> tuple[Tensor, Any]:
@@ -256,19 +568,3 @@ def _forward(model: Any, rows: list[int], cache: Any, num_logits: int = 0) -> tu
     options = {name: cache, "use_cache": True, "logits_to_keep": num_logits}
     out = model(input_ids=input_ids_BT, **options)
     return out.logits[0], getattr(out, name)
-
-
-def _num_matching(drafts: list[int], answers: list[int]) -> int:
-    """Length of the leading run in which the target answers what was drafted."""
-    for index, (draft, answer) in enumerate(zip(drafts, answers, strict=False)):
-        if draft != answer:
-            return index
-    return len(drafts)
-
-
-def _cut_at_stop(tokens: list[int], stop_ids: Collection[int]) -> list[int]:
-    """The tokens up to the first stop token, which stays."""
-    for index, token in enumerate(tokens):
-        if token in stop_ids:
-            return tokens[: index + 1]
-    return tokens

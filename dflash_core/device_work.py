@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Literal, Protocol
 
 from dflash_core import errors
-from dflash_core.config import Config, Runtime, TargetConfig
+from dflash_core.config import Config, RegenerateConfig, Runtime, TargetConfig
 from dflash_core.errors import DeviceError, DFlashError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
@@ -35,6 +35,7 @@ from dflash_core.storage import Storage
 log = logging.getLogger(__name__)
 
 Work = Callable[[Sequence, Progress], None]
+_LEAST_BATCH_TOKENS = 256
 DRAIN_S = 20.0  # what a process that is told to end has for the units under way
 
 
@@ -113,13 +114,15 @@ def _extract(job: Job) -> Work:
 
 def _regenerate(job: Job) -> Work:
     from dflash_core.corpus import regeneration
+    from dflash_core.generation import LocalAnswerer
 
     dataset, corpus = _datasets(job)
+    answerer = LocalAnswerer(job.target, RegenerateConfig(**dataset.config), job.runtime)
 
     def work(units: Sequence[str], progress: Progress) -> None:
         left = set(regeneration.missing(dataset))
         todo = [unit for unit in units if unit in left]
-        regeneration.run_units(dataset, corpus, job.target, todo, job.runtime, progress)
+        regeneration.answer_units(dataset, corpus, answerer, todo, progress)
 
     return work
 
@@ -132,12 +135,21 @@ def _datasets(job: Job) -> tuple[Dataset, Dataset]:
     return Dataset.open(root, job.path), Dataset.open(root, job.source)
 
 
-def smaller(runtime: Runtime) -> Runtime | None:
+def smaller(job: Job) -> Job | None:
     """What to try after running out of device memory; None when batches are as small as they get."""
-    halved = {
-        name: max(1, getattr(runtime, name) // 2) for name in ("batch_tokens", "generate_batch")
-    }
-    return runtime.model_copy(update=halved) if halved["batch_tokens"] >= 256 else None
+    runtime = job.runtime
+    if job.stage == "regenerate":
+        if runtime.generate_batch == 1:
+            return None
+        change: dict = {"generate_batch": runtime.generate_batch // 2}
+    elif runtime.forward != "padded":
+        change = {"forward": "padded"}
+    elif runtime.batch_tokens >= 2 * _LEAST_BATCH_TOKENS:
+        change = {"batch_tokens": runtime.batch_tokens // 2}
+    else:
+        return None
+    log.warning("out of device memory; trying %s", change)
+    return job.model_copy(update={"runtime": runtime.model_copy(update=change)})
 
 
 class InProcess:
@@ -157,15 +169,11 @@ class InProcess:
                 self._work(units, progress)
                 return
             except RuntimeError as error:
-                less = smaller(self._job.runtime)
-                if type(error).__name__ != "OutOfMemoryError" or less is None:
+                less = smaller(self._job) if type(error).__name__ == "OutOfMemoryError" else None
+                if less is None:
                     raise
-                message = str(error)
-            # Outside the handler: the traceback would keep the tensors alive.
-            self._work = None
+            self._job, self._work = less, None  # outside the handler, whose traceback holds tensors
             _free_device_memory()
-            log.warning("out of device memory, going on with %s: %s", _changed(less), message)
-            self._job = self._job.model_copy(update={"runtime": less})
 
     def close(self) -> None:
         """Lets the target go: the next stage needs the memory."""
@@ -180,11 +188,6 @@ def _free_device_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _changed(runtime: Runtime) -> str:
-    names = ("batch_tokens", "generate_batch")
-    return ", ".join(f"{name} {getattr(runtime, name)}" for name in names)
 
 
 # --- the parent's side -------------------------------------------------------------------------

@@ -1,42 +1,49 @@
-"""A trained drafter as the directory that serving engines load, checked by loading it again.
+"""A trained drafter as the directories that serving engines load, checked by loading them again.
 
-The z-lab layout: one config.json in Qwen3's terms with a `dflash_config` section, and one
-model.safetensors in bfloat16 with flat names, without embedding and head. SGLang, vLLM and the z-lab
-package read it. Files have fixed names, so an interrupted export is written over; it counts once the
-manifest is there.
+Each layout is one config.json and one model.safetensors with flat names, without embedding and head,
+which are the target's. Files have fixed names, so an interrupted export is written over; it counts once
+the manifest is there. Before that every directory is reloaded, its logits are compared, and each engine's
+own reading of config.json must come to what was trained.
 
-Reference: z-lab/dflash dflash/model.py, and the loaders of vLLM (models/qwen3_dflash.py) and SGLang.
+Shape letters: N blocks, K block slots, D tokens of a reduced vocabulary, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors.torch import load, save
+from safetensors.torch import save
 from torch import Tensor
 
+from dflash_core.blocks import attention_masks
 from dflash_core.checkpoint import load_drafter, shape_as_json
-from dflash_core.config import DrafterConfig, ExportConfig, TargetConfig
-from dflash_core.decode import block_masks
+from dflash_core.config import ExportConfig, TargetConfig
+from dflash_core.engines import require_servable
 from dflash_core.errors import CorruptError, InputError, MismatchError
+from dflash_core.import_drafter import read_drafter
+from dflash_core.layouts import LAYOUTS
 from dflash_core.manifest import Dataset, require_same, sha256
-from dflash_core.model import FULL, SLIDING, Drafter, DrafterShape
+from dflash_core.model import SLIDING, Drafter, DrafterShape
+from dflash_core.model_card import lineage, model_card, provenance_of, public_name
 from dflash_core.progress import Progress, silent
+from dflash_core.quantization import config_section, quantise
 from dflash_core.storage import Storage
 
 log = logging.getLogger(__name__)
 
-STAGE, VERSION = "exports", 1
+STAGE, VERSION = "exports", 2
 MAX_LOGIT_DIFFERENCE = 1e-5
-_ARCHITECTURE = "DFlashDraftModel"
-_CONTEXT_ROWS = 64  # of the random block that is compared
+# The pack that is compared: documents of these lengths, and anchors inside and at the start of them.
+_DOCUMENTS, _ANCHORS = (40, 9, 47), (20, 40, 45, 95)
 _HEAD_ROWS = 16_384  # of the head turned to float32 at a time
-_INPUT_STAGES = ("runs", "hidden", "tokens", "corpora", "evaluations")
+
+
+# --- the stage ---------------------------------------------------------------------------------
 
 
 def plan(
@@ -55,17 +62,19 @@ def plan(
         evaluation: measured acceptance to quote in the model card.
 
     Raises:
+        InputError: a layout cannot hold this drafter, or an engine that loads it would serve it wrongly.
         MismatchError: the run is of another target, or the evaluation of another run.
         IncompleteError: the run or the evaluation is not complete.
     """
     from dflash_core.target import identify
 
-    contract = run.require_stage("runs").facts["contract"]
+    facts = run.require_stage("runs").facts
     ours = identify(target).contract()
-    theirs = {key: contract.get(key) for key in ours}
+    theirs = {key: facts["contract"].get(key) for key in ours}
     require_same(
         f"target {target.id!r} and {run.path}", ours, theirs, "give the target of the training run"
     )
+    check_layouts(_shape_of(facts["shape"]), target, config)
     inputs = {"run": run.fingerprint}
     if evaluation is not None:
         evaluated = evaluation.require_stage("evaluations").request["inputs"]["run"]
@@ -76,6 +85,29 @@ def plan(
             )
         inputs["evaluation"] = evaluation.fingerprint
     return Dataset.create(root, STAGE, name, version=VERSION, config=config, inputs=inputs)
+
+
+def check_layouts(shape: DrafterShape, target: TargetConfig, config: ExportConfig) -> None:
+    """Refuses what cannot be exported as asked; needs no weights, so it can come before training.
+
+    Raises:
+        InputError: names layout, engine and reason.
+    """
+    if config.draft_vocab_size >= shape.vocab_size:
+        raise InputError(
+            f"draft_vocab_size {config.draft_vocab_size} is no reduction of {shape.vocab_size} tokens; set it lower, "
+            "or 0 for the whole vocabulary"
+        )
+    for layout in config.layouts:
+        if config.weights != "bfloat16" and layout != "z-lab":
+            raise InputError(
+                f"weights {config.weights!r} can be exported in the z-lab layout only: vLLM builds the drafter of "
+                f"the {layout} layout from transformer_layer_config, where it looks for no quantisation"
+            )
+        try:
+            require_servable(_config_json(layout, shape, target, config), shape)
+        except InputError as error:
+            raise InputError(f"layout {layout}: {error}") from error
 
 
 def units(dataset: Dataset) -> list[str]:
@@ -101,37 +133,38 @@ def run(
     Raises:
         CorruptError: what was written does not compute what was trained; nothing is committed.
     """
-    from dflash_core.target import text_config
-
     report, layouts = progress or silent, missing(dataset)
+    if not layouts:
+        return
+    config = ExportConfig.model_validate(dataset.config)
+    made = _Made.load(run, target, config)
+    provenance = provenance_of(run, evaluation, made.step)
     for done, layout in enumerate(layouts, 1):
-        drafter, shape, step = load_drafter(run)
-        tensors = {name: tensor.bfloat16() for name, tensor in drafter.state_dict().items()}
-        body = config_json(shape, text_config(target))
-        provenance = _provenance(run, evaluation, step)
+        body = _config_json(layout, made.shape, target, config)
+        card = model_card(dataset.name, layout, made.shape, target, config, provenance)
         files = {
-            "model.safetensors": save(tensors, metadata={"format": "pt"}),
+            "model.safetensors": save(made.tensors, metadata={"format": "pt"}),
             "config.json": _json_text(body),
             "provenance.json": _json_text(provenance),
-            "README.md": _model_card(dataset.name, shape, target, provenance).encode(),
+            "README.md": card.encode(),
         }
         folder = dataset.storage.child(layout)
         for name, data in files.items():
             folder.put(name, data)
-        drafter.load_state_dict(tensors)  # rounded to bfloat16, computing in float32
-        difference = _reload_difference(folder, drafter, target)
+        difference = made.difference(folder)
         record = {
             "files": {
                 name: {"size": len(data), "sha256": sha256(data)} for name, data in files.items()
             },
             "max_logit_difference": difference,
-            "step": step,
-            "shape": shape_as_json(shape),
-            "num_parameters": sum(tensor.numel() for tensor in tensors.values()),
+            "rounding": made.rounding,
+            "step": made.step,
+            "shape": shape_as_json(made.shape),
+            "num_parameters": made.num_parameters,
         }
         dataset.commit(layout, record)
         log.info(
-            "%s/%s reloads to within %.1g of the trained logits", dataset.url, layout, difference
+            "%s/%s reloads to within %.1g of the exported logits", dataset.url, layout, difference
         )
         report(done, len(layouts), {"max_logit_difference": difference})
 
@@ -156,6 +189,7 @@ def seal(dataset: Dataset) -> dict:
         "num_parameters": last["num_parameters"],
         "shape": last["shape"],
         "max_logit_difference": max(r["max_logit_difference"] for r in records.values()),
+        "rounding": last["rounding"],
         "files": {layout: record["files"] for layout, record in records.items()},
     }
     return dataset.seal(layouts, facts)
@@ -173,335 +207,171 @@ def _check_file(dataset: Dataset, key: str, file: dict) -> None:
         )
 
 
-# --- the z-lab layout --------------------------------------------------------------------------
+def _shape_of(json_values: dict[str, Any]) -> DrafterShape:
+    values = dict(json_values)
+    values["target_layer_ids"] = tuple(values["target_layer_ids"])
+    return DrafterShape(**values)
 
 
-def config_json(shape: DrafterShape, target_text_config: Any) -> dict:
-    """The config.json of the z-lab layout.
+def _config_json(
+    layout: str, shape: DrafterShape, target: TargetConfig, config: ExportConfig
+) -> dict:
+    from dflash_core.target import text_config
 
-    Not among the keys: `auto_map`, which would name a Python file that is not shipped.
-    """
-    slides = SLIDING in shape.layer_types
-    body = {
-        "architectures": [_ARCHITECTURE],
-        # vLLM takes any type it knows; with the target's own (qwen3_5_text) it does not load.
-        "model_type": "qwen3",
-        "dtype": "bfloat16",
-        # Read in dflash_config first and here second, by older engines only here.
-        "block_size": shape.block_size,
-        "dflash_config": {
-            "block_size": shape.block_size,
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": list(shape.target_layer_ids),
-        },
-        "num_target_layers": shape.num_target_layers,
-        "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
-        "num_hidden_layers": shape.num_hidden_layers,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "head_dim": shape.head_dim,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": shape.rms_norm_eps,
-        "layer_types": list(shape.layer_types),
-        "sliding_window": shape.sliding_window if slides else None,
-        "use_sliding_window": slides,
-        "max_window_layers": shape.num_hidden_layers,
-        # Transformers 4 and the engines read the first, Transformers 5 the second.
-        "rope_theta": shape.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rope_scaling": None,
-        "max_position_embeddings": target_text_config.max_position_embeddings,
-        "vocab_size": shape.vocab_size,
-        "tie_word_embeddings": False,
-    }
-    # Without is_causal all three engines make sliding layers causal in the block and full ones not: right
-    # for every contract but this one. True would turn the full layer of a mixed drafter causal, too.
-    if shape.attention == "swa-bidir":
-        body["is_causal"] = False
-    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        body[key] = getattr(target_text_config, key, None)
+    name = config.target_name or public_name(target)
+    reduced = config.draft_vocab_size or None
+    body = LAYOUTS[layout].config_json(shape, text_config(target), name, reduced)
+    if config.weights != "bfloat16":
+        body["quantization_config"] = config_section(config.weights)
     return body
-
-
-def shape_from_config(body: dict) -> DrafterShape:
-    """The shape that a config.json of the z-lab layout describes; the inverse of `config_json`.
-
-    The window of a drafter without sliding layers is not in the file; it comes back as the default.
-
-    Raises:
-        InputError: another algorithm, or something that would change the computation unseen.
-    """
-    section = body.get("dflash_config") or {}
-    _refuse_unknown(body, section)
-    rope = body.get("rope_parameters") or {}
-    try:
-        return DrafterShape(
-            hidden_size=body["hidden_size"],
-            num_hidden_layers=body["num_hidden_layers"],
-            intermediate_size=body["intermediate_size"],
-            num_attention_heads=body["num_attention_heads"],
-            num_key_value_heads=body["num_key_value_heads"],
-            head_dim=body["head_dim"],
-            block_size=section.get("block_size") or body["block_size"],
-            attention=_attention_from_config(body),
-            sliding_window=body.get("sliding_window")
-            or DrafterConfig.model_fields["sliding_window"].default,
-            rope_theta=float(rope.get("rope_theta") or body["rope_theta"]),
-            rms_norm_eps=body["rms_norm_eps"],
-            mask_token_id=section.get("mask_token_id", body.get("mask_token_id", -1)),
-            vocab_size=body["vocab_size"],
-            target_layer_ids=tuple(section.get("target_layer_ids") or body["target_layer_ids"]),
-            num_target_layers=body["num_target_layers"],
-        )
-    except KeyError as error:
-        raise InputError(
-            f"config.json has no {error.args[0]}; expected a drafter in the z-lab layout"
-        ) from error
-
-
-def _refuse_unknown(body: dict, section: dict) -> None:
-    """Raises InputError for what this drafter does not compute: DFlash 2 parts, scales, biases, YaRN."""
-    rope = body.get("rope_parameters") or {}
-    surprises = {
-        "architectures": body.get("architectures") != [_ARCHITECTURE],
-        "model_type": body.get("model_type") != "qwen3",
-        "attention_bias": bool(body.get("attention_bias")),
-        "hidden_act": body.get("hidden_act", "silu") != "silu",
-        "rope_scaling": bool(body.get("rope_scaling")),
-        "rope_parameters": rope.get("rope_type", "default") != "default",
-    }
-    known = {"block_size", "mask_token_id", "target_layer_ids"}
-    found = [f"{key} {body.get(key)!r}" for key, odd in surprises.items() if odd]
-    found += [f"dflash_config.{key} {section[key]!r}" for key in sorted(section.keys() - known)]
-    if found:
-        raise InputError(
-            f"config.json asks for {'; '.join(found)}, which this version does not compute; expected "
-            f"architecture {_ARCHITECTURE}, model_type qwen3, plain rotary embedding, no bias"
-        )
-
-
-def _attention_from_config(body: dict) -> str:
-    """The attention contract behind `layer_types` and `is_causal`."""
-    kinds, causal = tuple(body["layer_types"]), body.get("is_causal")
-    if len(kinds) == body["num_hidden_layers"]:
-        if set(kinds) == {FULL} and not causal:
-            return "full-bidir"
-        if set(kinds) == {SLIDING}:
-            return "swa-bidir" if causal is False else "swa-causal"
-        if set(kinds[:-1]) == {SLIDING} and kinds[-1] == FULL and causal is None:
-            return "mixed"
-    raise InputError(
-        f"config.json has layer_types {list(kinds)} with is_causal {causal!r} for "
-        f"{body['num_hidden_layers']} layers; expected all full, all sliding, or sliding with a full last"
-    )
-
-
-def load_exported(source: Storage | str | Path) -> tuple[Drafter, DrafterShape]:
-    """The drafter in a directory of the z-lab layout, in float32 on the CPU, and its shape.
-
-    What engines insist on is checked: names, shapes and type of every tensor (so the width of `fc` is
-    taps times hidden size, and heads are alike in all layers), and no tensor too many.
-
-    Raises:
-        InputError: no such directory, or not a drafter that this version computes.
-        CorruptError: config.json and model.safetensors do not fit each other.
-    """
-    storage = source if isinstance(source, Storage) else _open_folder(source)
-    try:
-        body = json.loads(storage.get("config.json"))
-        tensors = load(storage.get("model.safetensors"))
-    except FileNotFoundError as error:
-        raise InputError(f"{error}; expected config.json and model.safetensors there") from error
-    except Exception as error:
-        raise CorruptError(
-            f"{storage.url} holds no readable drafter: {error}; export it again"
-        ) from error
-    shape = shape_from_config(body)
-    with torch.device("meta"):
-        drafter = Drafter(shape)
-    _check_tensors(storage.url, tensors, drafter.state_dict())
-    # Copied into memory of torch's own: on the CPU the last bits of a product depend on alignment.
-    drafter = drafter.to_empty(device="cpu")
-    drafter.load_state_dict(tensors)
-    return drafter, shape
-
-
-def _open_folder(source: str | Path) -> Storage:
-    if "://" not in str(source) and not Path(source).expanduser().is_dir():
-        raise InputError(f"drafter folder {str(source)!r} does not exist; give an existing folder")
-    return Storage.from_url(str(source))
-
-
-def _check_tensors(url: str, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    problems = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
-    problems += [f"{name} is not known" for name in sorted(found.keys() - wanted.keys())]
-    for name in sorted(wanted.keys() & found.keys()):
-        if found[name].shape != wanted[name].shape:
-            shapes = f"{list(found[name].shape)}, expected {list(wanted[name].shape)}"
-            problems.append(f"{name} has shape {shapes}")
-        elif found[name].dtype != torch.bfloat16:
-            problems.append(f"{name} is {found[name].dtype}, expected torch.bfloat16")
-    if problems:
-        raise CorruptError(
-            f"{url}: model.safetensors does not fit config.json ({len(problems)} tensors): "
-            f"{'; '.join(problems[:3])}"
-        )
-
-
-# --- comparison --------------------------------------------------------------------------------
-
-
-def _reload_difference(folder: Storage, trained: Drafter, target: TargetConfig) -> float:
-    """Largest difference of logits between the trained drafter and the directory, over a random block."""
-    from dflash_core.target import load_embedding_and_head
-
-    reloaded, shape = load_exported(folder)
-    slides = SLIDING in shape.layer_types
-    ours, theirs = shape_as_json(trained.shape), shape_as_json(shape)
-    if not slides:
-        theirs["sliding_window"] = ours["sliding_window"]
-    require_same(f"{folder.url}/config.json", ours, theirs, "this is a bug, please report it")
-    ends = load_embedding_and_head(target)
-    want, got = (random_block_logits(drafter, *ends) for drafter in (trained, reloaded))
-    difference = float((want - got).abs().max())
-    if not difference <= MAX_LOGIT_DIFFERENCE:  # NaN is refused, too
-        raise CorruptError(
-            f"{folder.url} reloads to other logits: largest difference {difference:.3g}, "
-            f"at most {MAX_LOGIT_DIFFERENCE:g} is allowed; check the storage and export again"
-        )
-    return difference
-
-
-@torch.no_grad()
-def random_block_logits(drafter: Drafter, embedding: Tensor, head: Tensor) -> Tensor:
-    """Logits [K, V], float32, of a block with random tokens behind random context rows; fixed seed."""
-    shape, generator = drafter.shape, torch.Generator().manual_seed(0)
-    width = len(shape.target_layer_ids) * shape.hidden_size
-    taps_BTC = torch.randn(1, _CONTEXT_ROWS, width, generator=generator)
-    token_ids_K = torch.randint(0, len(embedding), (shape.block_size,), generator=generator)
-    positions_BS = torch.arange(_CONTEXT_ROWS + shape.block_size)[None]
-    context = drafter.project_context(taps_BTC, positions_BS[:, :_CONTEXT_ROWS])
-    masks = block_masks(shape, _CONTEXT_ROWS, taps_BTC.device)
-    embeds_BKH = embedding[token_ids_K].float()[None]
-    hidden_BKH = drafter(embeds_BKH, positions_BS[:, _CONTEXT_ROWS:], context, masks)
-    return torch.cat([hidden_BKH[0] @ rows.float().T for rows in head.split(_HEAD_ROWS)], dim=-1)
-
-
-# --- provenance --------------------------------------------------------------------------------
-
-
-def _provenance(run: Dataset, evaluation: Dataset | None, step: int) -> dict:
-    """Every request that led here, by path, with the fingerprints it read."""
-    requests = {dataset.path: _described(dataset) for dataset in _lineage(run)}
-    body = {"step": step, "target": run.facts["contract"], "datasets": requests}
-    if evaluation is not None:
-        body["evaluation"] = _described(evaluation) | {"path": evaluation.path}
-    return body
-
-
-def _described(dataset: Dataset) -> dict:
-    request = {key: dataset.request[key] for key in ("fingerprint", "version", "config", "inputs")}
-    facts = {key: value for key, value in dataset.facts.items() if key != "parts"}
-    return {**request, "facts": facts}
-
-
-def _lineage(dataset: Dataset) -> Iterator[Dataset]:
-    """The dataset and, as far as they lie under their usual names, those it was made from."""
-    yield dataset
-    for digest in dataset.request["inputs"].values():
-        for stage in _INPUT_STAGES:
-            try:
-                parent = Dataset.open(dataset.root, f"{stage}/{dataset.name}-{digest}")
-            except FileNotFoundError:
-                continue
-            if parent.complete:
-                yield from _lineage(parent)
 
 
 def _json_text(body: dict) -> bytes:
     return (json.dumps(body, indent=2, allow_nan=False) + "\n").encode()
 
 
-_CARD = """\
----
-base_model: {target}
-tags: [speculative-decoding, dflash]
-library_name: transformers
----
-
-# {name}: a DFlash drafter for {target}
-
-Proposes blocks of {block_size} tokens that the target verifies in one forward; the output stays the
-target's own. It holds neither embedding nor head, so it works with this target only
-(`{target}`, revision `{revision}`).
-
-{acceptance}
-
-## Use
-
-    vllm serve {target} --speculative-config '{{"method": "dflash", "model": "<this directory>", "num_speculative_tokens": {num_drafts}}}'
-    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\
-        --speculative-draft-model-path <this directory> --speculative-num-draft-tokens {block_size}
-
-## Shape
-
-{shape}
-
-Layer id k is the output of decoder layer k, 0-based; Hugging Face keeps it at `hidden_states[k + 1]`.
-
-## Training
-
-Step {step} of the run below; weights rounded to bfloat16. Settings of every stage, and what each reported,
-are in `provenance.json`.
-
-{lineage}
-"""
+# --- what is written ---------------------------------------------------------------------------
 
 
-def _model_card(name: str, shape: DrafterShape, target: TargetConfig, provenance: dict) -> str:
-    """README.md: what it is, how it is served, what was measured, what it was made from."""
-    contract, evaluation = provenance["target"], provenance.get("evaluation")
-    rows = [f"| {key} | {value} |" for key, value in shape_as_json(shape).items()]
-    datasets = [
-        f"| `{path}` | {_headline(body['facts'])} |"
-        for path, body in provenance["datasets"].items()
-    ]
-    return _CARD.format(
-        name=name,
-        # A local folder means nothing elsewhere, only its last part does.
-        target=Path(target.id).name
-        if contract["target_revision"].startswith("content:")
-        else target.id,
-        revision=contract["target_revision"],
-        block_size=shape.block_size,
-        num_drafts=shape.block_size - 1,
-        acceptance=_measured(evaluation) if evaluation else "Its acceptance was not measured.",
-        shape="\n".join(["| field | value |", "| --- | --- |", *rows]),
-        step=provenance["step"],
-        lineage="\n".join(["| dataset | facts |", "| --- | --- |", *datasets]),
+@dataclass
+class _Made:
+    """The tensors of every layout, and the logits that each directory has to give."""
+
+    tensors: dict[str, Tensor]
+    shape: DrafterShape
+    step: int
+    num_parameters: int
+    ends: tuple[Tensor, Tensor]
+    """Embedding and head of the target."""
+    logits_NKD: Tensor
+    """Of the rounded drafter over a random pack."""
+    rounding: float
+    """Largest difference of those from the trained drafter's, float32."""
+
+    @classmethod
+    def load(cls, run: Dataset, target: TargetConfig, config: ExportConfig) -> _Made:
+        from dflash_core.target import load_embedding_and_head
+
+        drafter, shape, step = load_drafter(run)
+        embedding, head = load_embedding_and_head(target)
+        tensors, rounded = quantise(drafter.state_dict(), config.weights)
+        if config.draft_vocab_size:
+            token_ids_D = frequent_tokens(run, shape, config.draft_vocab_size)
+            tensors |= reduced_head(token_ids_D, head, shape.vocab_size)
+            head = tensors["lm_head.weight"]
+        exact = random_pack_logits(drafter, embedding, head)
+        drafter.load_state_dict(rounded)
+        logits = random_pack_logits(drafter, embedding, head)
+        return cls(
+            tensors=tensors,
+            shape=shape,
+            step=step,
+            num_parameters=sum(tensor.numel() for tensor in rounded.values()),
+            ends=(embedding, head),
+            logits_NKD=logits,
+            rounding=float((logits - exact).abs().max()),
+        )
+
+    def difference(self, folder: Storage) -> float:
+        """Largest difference of logits between what was meant and the directory, over a random pack.
+
+        Raises:
+            MismatchError: config.json describes another drafter. CorruptError: other logits.
+        """
+        imported = read_drafter(folder, num_target_layers=self.shape.num_target_layers)
+        ours, theirs = shape_as_json(self.shape), shape_as_json(imported.shape)
+        if SLIDING not in self.shape.layer_types:
+            theirs["sliding_window"] = ours["sliding_window"]
+        require_same(f"{folder.url}/config.json", ours, theirs, "this is a bug, please report it")
+        embedding, head = self.ends
+        head = head if imported.head_DH is None else imported.head_DH
+        got = random_pack_logits(imported.build(), embedding, head)
+        difference = float((self.logits_NKD - got).abs().max())
+        if not difference <= MAX_LOGIT_DIFFERENCE:  # NaN is refused, too
+            raise CorruptError(
+                f"{folder.url} reloads to other logits: largest difference {difference:.3g}, "
+                f"at most {MAX_LOGIT_DIFFERENCE:g} is allowed; check the storage and export again"
+            )
+        return difference
+
+
+class RandomPack(NamedTuple):
+    """Context rows of several documents and the blocks whose logits are compared; the same every time."""
+
+    taps_TC: Tensor
+    """Joined taps of each row, float32."""
+    documents_T: Tensor
+    """Document of each row, int64."""
+    positions_T: Tensor
+    """Position of each row in its document, int64."""
+    anchors_N: Tensor
+    """Row of each block's anchor, int64."""
+    token_ids_NK: Tensor
+    """Drafter input: random tokens in every slot, so that each slot shows in the logits."""
+
+
+def random_pack(shape: DrafterShape) -> RandomPack:
+    """The pack for drafters of this shape."""
+    generator, lengths = torch.Generator().manual_seed(0), torch.tensor(_DOCUMENTS)
+    width = len(shape.target_layer_ids) * shape.hidden_size
+    size = (len(_ANCHORS), shape.block_size)
+    return RandomPack(
+        taps_TC=torch.randn(sum(_DOCUMENTS), width, generator=generator),
+        documents_T=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        positions_T=torch.cat([torch.arange(length) for length in _DOCUMENTS]),
+        anchors_N=torch.tensor(_ANCHORS),
+        token_ids_NK=torch.randint(0, shape.vocab_size, size, generator=generator),
     )
 
 
-def _measured(evaluation: dict) -> str:
-    facts, config = evaluation["facts"], evaluation["config"]
-    after = facts["after"]
-    low, high = after["interval"]
-    return (
-        f"Measured on {after['num_prompts']} held-out prompts, greedy, {config['max_new_tokens']} tokens at "
-        f"most, thinking {'on' if config['thinking'] else 'off'} (`{evaluation['path']}`): acceptance length "
-        f"**{after['acceptance_length']:.2f}** of {facts['block_size']}, bonus token counted, 95 % interval "
-        f"{low:.2f} to {high:.2f} over prompts; {after['num_lossless']} of {after['num_prompts']} answers equal "
-        f"plain decoding token for token; {after['speed_up']:.2f} times as fast as {facts['baseline']}."
-    )
+@torch.no_grad()
+def random_pack_logits(drafter: Drafter, embedding: Tensor, head: Tensor) -> Tensor:
+    """Logits [N, K, D], float32, of the blocks of `random_pack`."""
+    shape, pack = drafter.shape, random_pack(drafter.shape)
+    documents_N = pack.documents_T[pack.anchors_N]
+    positions_NK = pack.positions_T[pack.anchors_N, None] + torch.arange(shape.block_size)
+    context = drafter.project_context(pack.taps_TC[None], pack.positions_T[None])
+    masks = attention_masks(shape, pack.anchors_N, documents_N, pack.documents_T)
+    embeds_BQH = embedding[pack.token_ids_NK.flatten()].float()[None]
+    hidden_BQH = drafter(embeds_BQH, positions_NK.flatten()[None], context, masks)
+    logits = [hidden_BQH[0] @ rows.float().T for rows in head.split(_HEAD_ROWS)]
+    return torch.cat(logits, dim=-1).unflatten(0, pack.token_ids_NK.shape)
 
 
-def _headline(facts: dict) -> str:
-    """The plain numbers of a dataset's facts."""
-    return ", ".join(
-        f"{key} {value:,.6g}" if isinstance(value, float) else f"{key} {value:,}"
-        for key, value in facts.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    )
+# --- reduced vocabulary ------------------------------------------------------------------------
+
+
+def frequent_tokens(run: Dataset, shape: DrafterShape, size: int) -> Tensor:
+    """The tokens that the target wrote most often in the run's training text, rising; int64 [D].
+
+    Where the text holds fewer, the lowest other ids fill up.
+
+    Raises:
+        InputError: the tokens that the run was made from are not under this root.
+    """
+    from dflash_core.tokenization import Tokens
+
+    dataset = next((parent for parent in lineage(run) if parent.stage == "tokens"), None)
+    if dataset is None:
+        raise InputError(
+            f"the tokens that {run.path} was trained on are not under {run.root.url}, so the frequent ones are not "
+            "known; leave draft_vocab_size 0"
+        )
+    tokens, counts_V = Tokens.open(dataset), np.zeros(shape.vocab_size, dtype=np.int64)
+    for index in range(tokens.num_packs):
+        pack = tokens.read_pack(index)
+        written = pack.input_ids[pack.loss_mask.astype(bool)]
+        counts_V += np.bincount(written, minlength=shape.vocab_size)
+    chosen = np.argsort(-counts_V, kind="stable")[:size]
+    return torch.from_numpy(np.sort(chosen))
+
+
+def reduced_head(token_ids_D: Tensor, head_VH: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Head rows of these tokens, and both mappings: offsets `d2t` (target id minus row) and the set `t2d`."""
+    t2d_V = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d_V[token_ids_D] = True
+    return {
+        "lm_head.weight": head_VH[token_ids_D].bfloat16().contiguous(),
+        "d2t": token_ids_D - torch.arange(len(token_ids_D)),
+        "t2d": t2d_V,
+    }

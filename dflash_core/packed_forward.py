@@ -69,7 +69,8 @@ def enable_packing(body: nn.Module) -> None:
         if not hasattr(module.causal_conv1d_fn, "packs"):
             module.causal_conv1d_fn = _packed_convolution(module.causal_conv1d_fn)
     for part in body.modules():
-        if all(hasattr(part, name) for name in _PROJECTIONS):
+        whole = all(hasattr(part, name) for name in _PROJECTIONS)
+        if whole and "forward" not in vars(part):  # not done before
             part.forward = MethodType(_gated_deltanet(part), part)
 
 
@@ -81,7 +82,7 @@ def compile_parts(body: nn.Module) -> None:
     compiled: dict[type, Callable] = {}
     for part in body.modules():
         kind = type(part)
-        if _COMPILED.search(kind.__name__):
+        if _COMPILED.search(kind.__name__) and "forward" not in vars(part):
             if kind not in compiled:
                 compiled[kind] = torch.compile(kind.forward, dynamic=True)
             part.forward = MethodType(compiled[kind], part)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -573,24 +573,63 @@ class tap_layers:
 # --- fast kernels ------------------------------------------------------------------------------
 
 
-def require_fast_kernels(model: nn.Module, device: torch.device, allow_slow: bool) -> None:
-    """Refuses to run Gated DeltaNet layers on a GPU without their kernels, unless `allow_slow`.
+class Kernel(NamedTuple):
+    """A fast kernel of Gated DeltaNet layers, and what it means to be without."""
 
-    Transformers falls back to plain PyTorch with one log line, 5 to 10 times slower.
+    name: str
+    package: str
+    cost: str
+    required: bool
+
+
+KERNELS = {
+    "torch_chunk_gated_delta_rule": Kernel(
+        "chunk_gated_delta_rule",
+        "flash-linear-attention>=0.6,<0.7",
+        "plain PyTorch takes 5 to 10 times as long",
+        required=True,
+    ),
+    # The packed forward brings its own; this one is for padded batches and decoding.
+    "causal_conv1d_fn": Kernel(
+        "causal_conv1d_fn",
+        "causal-conv1d>=1.7,<2",
+        "plain PyTorch makes a padded forward take about 1.1 times as long",
+        required=False,
+    ),
+}
+
+
+def missing_kernels(model: nn.Module) -> list[Kernel]:
+    """Kernels that the model's Gated DeltaNet layers would do without; empty for other families."""
+    found = [gdn_backend(module) for module in gdn_modules(model)]
+    return [
+        kernel
+        for function, kernel in KERNELS.items()
+        if any(backend[function].startswith(("transformers", "unknown")) for backend in found)
+    ]
+
+
+def require_fast_kernels(model: nn.Module, device: torch.device, allow_slow: bool) -> None:
+    """Refuses to run Gated DeltaNet layers on a GPU without the kernels they need, unless `allow_slow`.
+
+    Transformers goes on without them and says so in one log line. Those that cost little are named in a
+    warning.
+
+    Raises:
+        InputError: names each missing kernel, the package and version that bring it, and the cost.
     """
     if device.type != "cuda":
         return
-    for module in gdn_modules(model):
-        backend = gdn_backend(module)["torch_chunk_gated_delta_rule"]
-        if backend.startswith("fla"):
-            continue
-        if not allow_slow:
-            raise InputError(
-                "the target has Gated DeltaNet layers and their GPU kernels are missing: the plain PyTorch "
-                "path takes 5 to 10 times longer; pip install flash-linear-attention, "
-                "or set slow_kernels to go on without"
-            )
-        log.warning("Gated DeltaNet runs in plain PyTorch (%s), 5 to 10 times slower", backend)
+    missing = missing_kernels(model)
+    lines = [f"{kernel.name} ({kernel.cost}): pip install '{kernel.package}'" for kernel in missing]
+    if any(kernel.required for kernel in missing) and not allow_slow:
+        raise InputError(
+            "the target has Gated DeltaNet layers and kernels for them are missing: "
+            + "; ".join(lines)
+            + "; or set runtime.slow_kernels to go on without"
+        )
+    for line in lines:
+        log.warning("going on without %s", line)
 
 
 def gdn_modules(model: nn.Module) -> list[Any]:

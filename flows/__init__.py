@@ -19,6 +19,8 @@ SETTINGS = {
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_READ_BATCH_SIZE": "100",
     # What the core logs shows on the run's page.
     "PREFECT_LOGGING_EXTRA_LOGGERS": "dflash_core",
+    # It logs from threads of its own, too; those lines have no page to go to.
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     # Needed to notice a machine that went away with worker and flow at once.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
     # On a CPU that is busy with something else, too, threads that spin while they wait for each other make

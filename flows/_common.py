@@ -11,8 +11,11 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
+from functools import partial
 from threading import Event, Lock, Semaphore
 from types import FunctionType
 from typing import Any, TypeVar
@@ -38,7 +41,9 @@ from dflash_core.progress import Progress
 from dflash_core.storage import Storage
 from flows import events
 from flows.gpu_limits import holding
+from flows.gpu_page import gpus_on_page
 from flows.params import StageParams
+from flows.server import once, patiently
 
 MAX_TASKS = 1000  # task runs of one flow run; beyond a few thousand the UI loses some
 PROGRESS_EVERY_S = 5.0  # an update costs the server about 90 ms
@@ -60,6 +65,7 @@ class StageResult(BaseModel):
     path: str
     url: str
     fingerprint: str
+    run_id: str
     reused: bool
     seconds: float
     facts: dict[str, Any]
@@ -190,19 +196,26 @@ class Stage:
         Args:
             job: work that needs the target on a device; the task finds its workers with `workers_of`.
         """
-        dataset, left = self._dataset, set(missing)
+        dataset, left = self._dataset, set(missing) & set(units)
         assert dataset is not None, "has_work comes first"
         get_run_logger().info(
             "%d of %d units are missing in %s", len(left), len(units), dataset.url
         )
-        storage = results_block(self.root)
-        with _told(), _devices(job) as width:
+        storage = patiently(results_block, self.root)
+        with (
+            _told(),
+            gpus_on_page(),
+            _devices(job) as width,
+            _stage_progress(len(units), len(units) - len(left)) as advance,
+        ):
             slots, failed, futures = Semaphore(width), Event(), []
 
-            def ended(future: Any) -> None:
+            def ended(future: Any, news: int) -> None:
                 try:
                     future.wait()
-                    if not future.state.is_completed():
+                    if future.state.is_completed():
+                        advance(news)
+                    else:
                         failed.set()
                 finally:
                     slots.release()
@@ -212,10 +225,11 @@ class Stage:
                 if failed.is_set():
                     break
                 name = f"{span_task.name} {part[0]}" + (f" to {part[-1]}" if len(part) > 1 else "")
-                options = {"result_storage": storage, "refresh_cache": any(u in left for u in part)}
+                news = sum(unit in left for unit in part)
+                options = {"result_storage": storage, "refresh_cache": news > 0}
                 submit = span_task.with_options(task_run_name=name, **options).submit
                 futures.append(submit(params=params, path=dataset.path, units=part))
-                futures[-1].add_done_callback(ended)
+                futures[-1].add_done_callback(partial(ended, news=news))
             for future in futures:
                 future.result()
 
@@ -224,9 +238,10 @@ class Stage:
         dataset, seconds = self._dataset, time.monotonic() - self._start
         assert dataset is not None, "has_work comes first"
         facts = dataset.facts
-        create_table_artifact(
+        patiently(
+            create_table_artifact,
             table=table or facts_table(facts),
-            key=f"{flow_run.flow_name}-summary",
+            key=f"{flow_run.flow_name}-summary".replace("_", "-"),
             description=dataset.url,
         )
         verb = "reused" if self._reused else "wrote"
@@ -236,6 +251,7 @@ class Stage:
             path=dataset.path,
             url=dataset.url,
             fingerprint=dataset.fingerprint,
+            run_id=str(flow_run.id),
             reused=self._reused,
             seconds=seconds,
             facts=facts,
@@ -297,20 +313,47 @@ def _told() -> Generator[None]:
 
 
 @contextmanager
-def progress_on_page(stage: str, what: str) -> Generator[Progress]:
+def _stage_progress(total: int, done: int) -> Generator[Callable[[int], None]]:
+    """The bar of the whole stage; what it yields is told how many units a span added."""
+    lock, stage = Lock(), str(flow_run.flow_name)
+    with progress_on_page(stage, f"{stage}, all units", start=done, key="stage") as progress:
+
+        def advance(news: int) -> None:
+            nonlocal done
+            with lock:
+                done += news
+                if not _stopping.is_set():
+                    progress(done, total, {})
+
+        yield advance
+
+
+@contextmanager
+def progress_on_page(
+    stage: str, what: str, *, start: int = 0, key: str = "progress"
+) -> Generator[Progress]:
     """A progress bar on the run's page, a line a minute in its log, and an event for the stall automation.
 
     The progress raises `Stopped` once the run is cancelled.
+
+    Args:
+        start: units that were done before; they say nothing about the time that is left.
+        key: the artifact is `<stage>-<key>`, letters, digits and dashes.
     """
     logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
-    artifact: Any = create_progress_artifact(
-        progress=0.0, key=f"{stage}-progress", description=what
+    artifact: Any = patiently(
+        create_progress_artifact,
+        progress=0.0,
+        key=f"{stage}-{key}".replace("_", "-"),
+        description=what,
     )
     began = shown = logged = time.monotonic()
-    told, reached = began, 0
+    told, reached = began, start
+    # Updates go out from a thread: while the server is slow or away, the work goes on.
+    sending: Future | None = None
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:
-        nonlocal shown, logged, told, reached
+        nonlocal shown, logged, told, reached, sending
         if _stopping.is_set():
             raise Stopped(f"{what}: stopped at {done} of {total}")
         now = time.monotonic()
@@ -319,11 +362,16 @@ def progress_on_page(stage: str, what: str) -> Generator[Progress]:
             if done > reached and now - told >= events.EVERY_S:
                 told, reached = now, done
                 events.emit(events.COMMITTED, run_id, done=done, total=total)
-            if now - shown < PROGRESS_EVERY_S and not last:
+            busy = sending is not None and not sending.done()
+            if not last and (busy or now - shown < PROGRESS_EVERY_S):
                 return
             shown = now
-            text = progress_text(done, total, now - began, numbers)
-            update_progress_artifact(
+            left_s = (now - began) / max(1, done - start) * (total - done)
+            text = progress_text(done, total, left_s, numbers)
+            sending = sender.submit(
+                copy_context().run,
+                once,
+                update_progress_artifact,
                 artifact,
                 progress=100.0 * done / max(total, 1),
                 description=f"{what}: {text}",
@@ -332,15 +380,15 @@ def progress_on_page(stage: str, what: str) -> Generator[Progress]:
                 logged = now
                 logger.info("%s: %s", what, text)
 
-    yield progress
+    with ThreadPoolExecutor(1) as sender:
+        yield progress
 
 
-def progress_text(done: int, total: int, seconds: float, numbers: dict[str, float]) -> str:
+def progress_text(done: int, total: int, left_s: float, numbers: dict[str, float]) -> str:
     """`120/299, 4 min left, tokens_per_s 310`: for the page and the log."""
     parts = [f"{done:,}/{total:,}"]
-    if 0 < done < total:
-        left = seconds / done * (total - done)
-        parts.append(f"{left:.0f} s left" if left < 90 else f"{left / 60:,.0f} min left")
+    if done < total:
+        parts.append(f"{left_s:.0f} s left" if left_s < 90 else f"{left_s / 60:,.0f} min left")
     return ", ".join([*parts, *(f"{key} {value:,.4g}" for key, value in numbers.items())])
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.errors import DFlashError, InputError
+from flows import chat_cli, store_cli
 from flows import params as models
-from flows import store_cli
 
 app = typer.Typer(
     help="From conversations to a DFlash drafter that vLLM and SGLang load.",
@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(store_cli.app, name="store")
+chat_cli.register(app)
 console = Console()
 
 FLOWS = {
@@ -150,6 +151,31 @@ for _name, (_module, _model, _text) in FLOWS.items():
 
 
 @app.command()
+def plan(
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006 - typer copies it
+    root: Root = "",
+    target: Target = "",
+    parameters: ShowParameters = False,
+) -> None:
+    """What extraction will make and cost: tokens, packs, bytes, GPU hours, dollars."""
+    if parameters:
+        console.print(parameter_table(models.PlanParams))
+        return
+    extra = [f"root={root}"] * bool(root) + [f"target.id={target}"] * bool(target)
+    params = load_params(models.PlanParams, config, [*overrides, *extra])
+    from dflash_core.manifest import Dataset
+    from dflash_core.storage import Storage
+    from flows.plan import estimated, rows
+
+    tokens = Dataset.open(Storage.from_url(params.root), params.tokens)
+    table = Table("what", "value", box=None, pad_edge=False)
+    for row in rows(estimated(tokens, params.target, params.extract, params.budget)):
+        table.add_row(row["what"], row["value"])
+    console.print(table)
+
+
+@app.command()
 def deploy(
     profile: Annotated[str, typer.Option(help="laptop, node or cluster.")] = "laptop",
     overrides: Overrides = [],  # noqa: B006 - typer copies it
@@ -163,6 +189,20 @@ def deploy(
         return
     for line in deploy(load_params(Setup, None, [f"profile={profile}", *overrides])):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def worker(
+    queue: Annotated[str, typer.Option(help="gpu or cpu; empty takes runs of both.")] = "",
+    limit: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
+) -> None:
+    """Becomes a Prefect worker of the pool `dflash`, with this project's settings."""
+    import os
+    import socket
+
+    options = ["--pool", "dflash", "--name", f"{socket.gethostname()}-{queue or 'all'}"]
+    options += ["--work-queue", queue] * bool(queue) + ["--limit", str(limit)]
+    os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
 
 
 @app.command()

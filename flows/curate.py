@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dflash_core.corpus import curation
+import base64
+
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from dflash_core.corpus import curation, report
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
@@ -12,9 +16,11 @@ from flows.params import CurateParams
 @stage_task
 def curate_units(params: CurateParams, path: str, units: list[str]) -> None:
     """Reads and cleans sources, or publishes the corpus out of all of them."""
-    root = Storage.from_url(params.root)
+    root, processes = Storage.from_url(params.root), params.runtime.processes
     with progress_on_page("curate", ", ".join(units)) as progress:
-        curation.run_units(Dataset.open(root, path), params.curate, units, progress)
+        curation.run_units(
+            Dataset.open(root, path), params.curate, units, progress, processes=processes
+        )
 
 
 @stage_flow
@@ -26,12 +32,22 @@ def curate(params: CurateParams) -> StageResult:
         units = curation.units(dataset)
         stage.run(curate_units, params, units, curation.missing(dataset), span=1)
         curation.seal(dataset)
-    return stage.publish(_table(dataset.facts["sources"]))
+    sources = dataset.facts["sources"]
+    _show_reasons(sources, dataset.url)
+    return stage.publish(report.summary(sources))
 
 
-def _table(sources: dict[str, dict]) -> list[dict]:
-    """One row of the run's table for each source, its rejects by reason in one cell."""
-    return [{"source": name, **counts} for name, counts in sources.items()]
+def _show_reasons(sources: dict[str, dict], url: str) -> None:
+    """Rows by reason and by length on the run's page, beside its summary."""
+    reasons = [line for line in report.lines(sources) if line["kind"] not in ("rows", "length")]
+    if reasons:
+        create_table_artifact(reasons, key="curate-reasons", description=url)
+    picture = base64.b64encode(report.length_chart(sources).encode()).decode()
+    create_markdown_artifact(
+        f"![rows by length](data:image/svg+xml;base64,{picture})",
+        key="curate-lengths",
+        description=url,
+    )
 
 
 if __name__ == "__main__":

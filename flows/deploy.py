@@ -67,7 +67,9 @@ def deploy(setup: Setup) -> Iterator[str]:
     Raises:
         InputError: no server is named, or the options do not fit each other.
     """
-    if not os.environ.get("PREFECT_API_URL"):
+    from prefect.settings import PREFECT_API_URL
+
+    if not (os.environ.get("PREFECT_API_URL") or PREFECT_API_URL.value()):
         raise InputError(
             "PREFECT_API_URL is not set; start a server (`make ui`, or `prefect server start`) and set it, "
             "such as http://127.0.0.1:4200/api"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dflash_core import export as exporting
+from dflash_core import publish as publishing
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
@@ -16,6 +17,12 @@ def export_layout(params: ExportParams, path: str, units: list[str]) -> None:
     dataset, run = Dataset.open(root, path), Dataset.open(root, params.run)
     with progress_on_page("export", ", ".join(units)) as progress:
         exporting.run(dataset, run, params.target, _evaluation(root, params), progress)
+
+
+@stage_task
+def publish_export(params: ExportParams, path: str, units: list[str]) -> list[str]:
+    """Copies the sealed export to `publish_to`."""
+    return publishing.publish(Dataset.open(Storage.from_url(params.root), path), params.publish_to)
 
 
 @stage_flow
@@ -35,6 +42,8 @@ def export(params: ExportParams) -> StageResult:
         units = exporting.units(dataset)
         stage.run(export_layout, params, units, exporting.missing(dataset), span=len(units))
         exporting.seal(dataset)
+    if params.publish_to:
+        stage.run(publish_export, params, [params.publish_to], [params.publish_to], span=1)
     return stage.publish()
 
 

@@ -28,6 +28,7 @@ from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import StageResult, progress_on_page, result_key, spans
 from flows.params import StageParams
+from flows.server import patiently
 
 POLL_S = 5.0
 MAX_CRASHES = 5  # of one span, before the stage gives up
@@ -52,9 +53,13 @@ def run(
     child = params.model_copy(update={"runtime": alone, "force": False})
     open_spans: dict[UUID, _Span] = {}
     stage = str(flow_run.flow_name)
-    with get_client(sync_client=True) as client, progress_on_page(stage, "all workers") as progress:
+    left = set(missing(dataset))
+    start = len(units) - len(left)
+    with (
+        get_client(sync_client=True) as client,
+        progress_on_page(stage, f"{stage}, all workers", start=start, key="stage") as progress,
+    ):
         try:
-            left = set(missing(dataset))
             for part in parts:
                 if left & set(part):
                     span = _Span(deployment, child, dataset.path, part)
@@ -145,7 +150,7 @@ def _wait(client: SyncPrefectClient, run_id: UUID) -> FlowRun:
     """The run once it is over; a crashed one has some time to be started again."""
     crashed_at = 0.0
     while True:
-        child = client.read_flow_run(run_id)
+        child = patiently(client.read_flow_run, run_id)
         if not _is_final(child):
             crashed_at = 0.0
         elif child.state is None or child.state.type != StateType.CRASHED:
@@ -160,21 +165,25 @@ def _wait(client: SyncPrefectClient, run_id: UUID) -> FlowRun:
 def _start(deployment: str, parameters: dict[str, Any], name: str, key: str) -> FlowRun:
     """The run of this key, made now if there is none."""
     try:
-        child: Any = run_deployment(
-            deployment, parameters=parameters, timeout=0, flow_run_name=name, idempotency_key=key
+        return patiently(
+            run_deployment,
+            deployment,
+            parameters=parameters,
+            timeout=0,
+            flow_run_name=name,
+            idempotency_key=key,
         )
     except ObjectNotFound:
         raise InputError(
             f"deployment {deployment!r} does not exist on this server; run `dflash deploy` first"
         ) from None
-    return child
 
 
 def _read(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun]:
     runs: list[FlowRun] = []
     for first in range(0, len(ids), 200):  # the server's own limit of an answer
         some = FlowRunFilter(id=FlowRunFilterId(any_=ids[first : first + 200]))
-        runs += client.read_flow_runs(flow_run_filter=some, limit=200)
+        runs += patiently(client.read_flow_runs, flow_run_filter=some, limit=200)
     return runs
 
 

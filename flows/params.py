@@ -108,7 +108,39 @@ class ExportParams(StageParams):
     target: TargetConfig = TargetConfig()
     """The model the drafter belongs to."""
     export: ExportConfig = ExportConfig()
-    """Layouts."""
+    """Layouts, type of the weights, vocabulary."""
+    publish_to: str = ""
+    """Where to copy the finished export: a folder, s3://bucket/prefix or hf://owner/name; empty copies
+    nothing. It stays under the root in every case."""
+
+
+class Budget(Config):
+    """Prices, and the sum above which somebody is asked."""
+
+    tokens_per_s: float = Field(default=1000.0, gt=0)
+    """Measured rate of extraction on one GPU: the run's progress and its log tell it."""
+    gpus: int = Field(default=1, ge=1)
+    """GPUs that work at a time."""
+    dollars_per_gpu_hour: float = Field(default=0.0, ge=0)
+    """Price of an hour of one GPU."""
+    dollars_per_gb_month: float = Field(default=0.023, ge=0)
+    """Price of keeping 10^9 bytes for a month."""
+    approve_above_dollars: float = Field(default=0.0, ge=0)
+    """GPU hours and the first month of storage may cost this much; above, the run pauses until somebody resumes
+    it in the UI. 0 never asks."""
+
+
+class PlanParams(StageParams):
+    """What extraction will make and cost."""
+
+    tokens: str = ""
+    """Path of a tokens dataset under the root, such as tokens/demo-0123456789ab."""
+    target: TargetConfig = TargetConfig()
+    """The model whose hidden states are taken."""
+    extract: ExtractConfig = ExtractConfig()
+    """Tapped layers and layout of the store."""
+    budget: Budget = Budget()
+    """Prices and threshold."""
 
 
 class PipelineParams(StageParams):
@@ -123,6 +155,8 @@ class PipelineParams(StageParams):
     stages_run: Literal["here", "as-deployments"] = "here"
     """All stages in this run, or each as a run of its own deployment, taken by workers of the cpu and the gpu
     queue; extraction and regeneration by all GPU workers when runtime.units_per_run is set."""
+    budget: Budget = Budget()
+    """Prices of extraction; above a threshold the run asks before it starts."""
     on_policy: bool = True
     """Answer the corpus again with the target; off trains on the corpus' own answers."""
     tokenize: TokenizeConfig = TokenizeConfig()

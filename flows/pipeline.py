@@ -13,6 +13,8 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact
 from rich.console import Console
 
+from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
 from flows import fan_out, preflight, summary
 from flows._common import StageResult, stage_flow
 from flows.curate import curate
@@ -30,7 +32,9 @@ from flows.params import (
     TokenizeParams,
     TrainParams,
 )
+from flows.plan import check_budget
 from flows.regenerate import regenerate
+from flows.server import patiently
 from flows.tokenize import tokenize
 from flows.train import train
 
@@ -41,7 +45,7 @@ def pipeline(params: PipelineParams) -> list[StageResult]:
     start = time.monotonic()
     preflight.check(params)
     stages = list(_stages(params))
-    create_markdown_artifact(summary.markdown(stages), key="pipeline-summary")
+    patiently(create_markdown_artifact, summary.markdown(stages), key="pipeline-summary")
     summary.print_table(stages, time.monotonic() - start, Console())
     return stages
 
@@ -63,6 +67,9 @@ def _stages(params: PipelineParams) -> Iterator[StageResult]:
         tokenize, TokenizeParams(**common, **target, corpus=corpus.path, tokenize=params.tokenize)
     )
     yield tokens
+    if params.budget.approve_above_dollars:
+        made = Dataset.open(Storage.from_url(params.root), tokens.path)
+        check_budget(made, params.target, params.extract, params.budget)
     hidden = run(
         extract, ExtractParams(**common, **target, tokens=tokens.path, extract=params.extract)
     )

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dflash_core.config import CurateConfig, TargetConfig
 from dflash_core.manifest import Dataset
+from dflash_core.publish import check_destination
 from dflash_core.storage import Storage
-from flows.params import PipelineParams, StageParams
+from flows.params import ExportParams, PipelineParams, StageParams
 
 PARENTS = ("corpus", "tokens", "hidden", "run", "evaluation")  # parameters that name a dataset
 
@@ -37,14 +38,18 @@ def check(params: StageParams) -> None:
         identify(target, require_template=True)
     if isinstance(params, PipelineParams):
         _check_drafter(params)
+    if isinstance(params, ExportParams) and params.publish_to:
+        check_destination(params.publish_to)
 
 
 def _check_drafter(params: PipelineParams) -> None:
-    """Taps and drafter fit the target: found out here, not after the hidden states were extracted."""
+    """Taps, drafter and layouts fit the target: found out here, not after the hidden states were extracted."""
+    from dflash_core.export import check_layouts
     from dflash_core.target import check_layer_ids, default_target_layer_ids, text_config
     from dflash_core.train import drafter_shape
 
     num_layers = text_config(params.target).num_hidden_layers
     layer_ids = params.extract.target_layer_ids or default_target_layer_ids(num_layers)
     check_layer_ids(layer_ids, num_layers)
-    drafter_shape(params.target, layer_ids, params.train.drafter)
+    shape = drafter_shape(params.target, layer_ids, params.train.drafter)
+    check_layouts(shape, params.target, params.export)

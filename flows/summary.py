@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from prefect.utilities.urls import url_for
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
@@ -25,10 +26,12 @@ def print_table(stages: Sequence[StageResult], seconds: float, console: Console)
 
 
 def markdown(stages: Sequence[StageResult]) -> str:
-    """The table for the run's page, with the path of each dataset."""
-    lines = ["| stage | result | seconds | path under the root |", "| --- | --- | --- | --- |"]
+    """The table for the run's page: what came of each stage, where it lies, the page of its own run."""
+    lines = ["| stage | result | seconds | data |", "| --- | --- | --- | --- |"]
     for stage in stages:
-        cells = (stage.stage, "; ".join(describe(stage)), _seconds(stage), f"`{stage.path}`")
+        page = url_for("flow-run", obj_id=stage.run_id)
+        name = f"[{stage.stage}]({page})" if page else stage.stage
+        cells = (name, "; ".join(describe(stage)), _seconds(stage), f"`{stage.url}`")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

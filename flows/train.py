@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from prefect.artifacts import create_markdown_artifact
+
 from dflash_core import train as training
+from dflash_core.checkpoint import read_metrics
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
+from flows.charts import chart, fenced
 from flows.params import TrainParams
+from flows.server import patiently
 
 
 @stage_task
@@ -28,7 +33,20 @@ def train(params: TrainParams) -> StageResult:
         units = training.units(params.train)
         stage.run(train_run, params, units, training.missing(dataset), span=len(units))
         training.seal(dataset, hidden)
+    _show_curves(dataset)
     return stage.publish()
+
+
+def _show_curves(dataset: Dataset) -> None:
+    """Loss and simulated acceptance length over the steps, on the run's page."""
+    metrics = read_metrics(dataset)
+    curves = [
+        chart(name.replace("_", " "), [entry[name] for entry in metrics])
+        for name in ("loss", "acceptance_length")
+    ]
+    patiently(
+        create_markdown_artifact, fenced(*curves), key="train-curves", description=dataset.url
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from pathlib import Path
 from flows import SETTINGS
 
 HOME = Path(__file__).parents[1]
+RUNS = ("prefect.engine", "prefect.flow_engine")  # words in the command of a run's process
 PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
@@ -72,12 +73,11 @@ class PrefectServer:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def worker(self, name: str, queue: str, **environment: str) -> subprocess.Popen:
-        """A worker of a queue, one run at a time, in a process group of its own."""
+    def worker(self, name: str, queue: str, limit: str = "1") -> subprocess.Popen:
+        """A worker of a queue in a process group of its own."""
         command = [PREFECT, "worker", "start", "--pool", "dflash", "--work-queue", queue]
-        command += ["--name", name, "--limit", "1"]
-        log = self.folder / f"{name}.log"
-        return start_logged(command, self.environment | environment, log)
+        command += ["--name", name, "--limit", limit]
+        return start_logged(command, self.environment, self.folder / f"{name}.log")
 
 
 def start_logged(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen:
@@ -86,6 +86,21 @@ def start_logged(command: list[str], environment: dict[str, str], log: Path) -> 
         return subprocess.Popen(
             command, stdout=out, stderr=out, env=os.environ | environment, start_new_session=True
         )
+
+
+def processes_of(home: Path, *words: str) -> list[int]:
+    """Processes with one of the words in their command whose Prefect home is `home`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            environment = (entry / "environ").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        ours = f"PREFECT_HOME={home}\0" in environment and int(entry.name) != os.getpid()
+        if ours and any(word in command for word in words):
+            found.append(int(entry.name))
+    return found
 
 
 def end(process: subprocess.Popen | None, how: signal.Signals) -> None:

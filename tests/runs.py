@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from dflash_core import tokenization
 from dflash_core.checkpoint import save_checkpoint, shape_as_json, unit_of
-from dflash_core.config import CurateConfig, DrafterConfig, TargetConfig, TrainConfig
+from dflash_core.config import (
+    CurateConfig,
+    DrafterConfig,
+    TargetConfig,
+    TokenizeConfig,
+    TrainConfig,
+)
 from dflash_core.corpus.rows import CORPORA, PartWriter, Row, content_id
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter, DrafterShape, resolve_shape
@@ -46,26 +53,49 @@ def sealed_corpus(root: Storage, held_out: list[Row], name: str = "demo") -> Dat
     return dataset
 
 
-def wide_drafter(shape: DrafterShape, seed: int) -> Drafter:
+def wide_drafter(shape: DrafterShape, seed: int, factor: float = 5.1234567) -> Drafter:
     """Weights wide enough that an altered one shows, and none of them exact in bfloat16."""
     drafter = Drafter(shape, torch.Generator().manual_seed(seed))
     for parameter in drafter.parameters():
-        parameter.data *= 5.1234567
+        parameter.data *= factor
     return drafter
 
 
 def sealed_run(
-    root: Storage, target: TargetConfig, *, name: str = "demo", **drafter: object
+    root: Storage,
+    target: TargetConfig,
+    *,
+    name: str = "demo",
+    hidden: str = "0" * 12,
+    factor: float = 5.1234567,
+    **drafter: object,
 ) -> Dataset:
-    """A run of 20 steps that changed the weights from one random draw to another."""
+    """A run of 20 steps that changed the weights from one random draw to another.
+
+    Args:
+        factor: width of the weights; near 1 rounding stays below 1e-5 whoever computes.
+    """
     values = {"num_hidden_layers": 2, "block_size": 5, "sliding_window": 6, **drafter}
     config = TrainConfig(drafter=DrafterConfig(**values), num_steps=20, checkpoint_every=20)  # ty: ignore[invalid-argument-type]
     shape = resolve_shape(config.drafter, text_config(target), [0, 1, 3], mask_token_id(target))
-    run = Dataset.create(root, "runs", name, version=1, config=config, inputs={"hidden": "0" * 12})
+    run = Dataset.create(root, "runs", name, version=1, config=config, inputs={"hidden": hidden})
     for step in (0, 20):
-        made = wide_drafter(shape, seed=step)
+        made = wide_drafter(shape, step, factor)
         save_checkpoint(run, step, made, make_optimizer(made, config), [])
     contract = {**identify(target).contract(), "target_layer_ids": list(shape.target_layer_ids)}
     facts = {"num_steps": 20, "shape": shape_as_json(shape), "contract": contract}
     run.seal([unit_of(0), unit_of(20)], facts)
     return run
+
+
+def sealed_tokens_run(root: Storage, target: TargetConfig, **drafter: object) -> Dataset:
+    """The same, made from a corpus and tokens that lie under the root."""
+    corpus = sealed_corpus(root, [make_row(question(1))])
+    tokens = tokenization.plan(root, "demo", corpus, target, TokenizeConfig(pack_tokens=128))
+    tokenization.run_units(tokens, corpus, target, tokenization.missing(tokens, corpus))
+    tokenization.seal(tokens, corpus)
+    hidden = Dataset.create(
+        root, "hidden", "demo", version=1, config={}, inputs={"tokens": tokens.fingerprint}
+    )
+    hidden.seal([], {})
+    return sealed_run(root, target, hidden=hidden.fingerprint, **drafter)

@@ -1,35 +1,40 @@
 """Raw conversations to a clean corpus, with every row accounted for.
 
-Two kinds of units. One for each source: read, normalize, reject with a reason, drop repeats inside the
-source, take the limit. Then `publish`: drop repeats across sources, split, write the parts that
-`rows.read_rows` reads. For every source, rows in = kept + rejected + duplicates + over the limit.
+Units: `evaluation-prompts` where the corpus is decontaminated; one for each source, committed part by
+part (`source_parts`); then `publish`, which decides over all sources together (`selection`) and copies
+the rows that stay into the parts that `rows.read_rows` reads. For every source, rows in = kept + rejected
++ duplicates + near-duplicates + over the limit + not drawn.
 """
 
 from __future__ import annotations
 
-import heapq
-import json
 import logging
+import multiprocessing
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from itertools import islice
 
 from dflash_core.config import CurateConfig, SourceConfig
-from dflash_core.corpus.normalization import is_prompt_only, normalize
+from dflash_core.corpus import decontamination, report
+from dflash_core.corpus.normalization import normalize
 from dflash_core.corpus.readers import reader_of
 from dflash_core.corpus.rows import (
     CORPORA,
     Conversation,
     Malformed,
-    PartWriter,
     Reject,
-    Row,
-    content_id,
-    group_of,
-    is_held_out,
-    num_characters,
-    read_part,
+    read_table,
+    write_table,
+)
+from dflash_core.corpus.selection import select
+from dflash_core.corpus.source_parts import (
+    SourceReader,
+    part_unit,
+    part_units,
+    read,
 )
 from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset
@@ -39,12 +44,15 @@ from dflash_core.storage import Storage
 log = logging.getLogger(__name__)
 
 STAGE = CORPORA
-VERSION = 1
+VERSION = 2
 
+PROMPTS = "evaluation-prompts"
 PUBLISH = "publish"
+_SELECTION = f"{PUBLISH}.selection"
 _LOOKED_AT = 100  # rows among which one must be readable before any work
-_REPORT_EVERY = 5000  # rows between two calls of progress
-_REJECTS_PER_FILE = 50_000
+_ALONE = 4  # parts that are read before it is worth starting processes
+_POLL_S = 5.0
+Tell = Callable[[dict[str, float]], None]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -61,15 +69,18 @@ def plan(root: Storage, name: str, config: CurateConfig) -> Dataset:
     request = config.model_dump(mode="json")
     for source in request["sources"]:
         del source["path"], source["revision"]
+    request["decontaminate"] = list(_labels(config))
     return Dataset.create(root, STAGE, name, version=VERSION, config=request, inputs=identities)
 
 
 def check_sources(config: CurateConfig) -> dict[str, str]:
     """What each source holds (see `Reader.identity`), after finding a row in each that can be read.
 
+    Evaluation sets are among them, as `decontaminate:<name>`.
+
     Raises:
         InputError: a source is named badly or twice, has an unknown reader, cannot be read, or is laid
-            out in another way than its reader expects.
+            out in another way than its reader expects; some sources have weights and others have none.
     """
     names = [source.name for source in config.sources]
     if not names:
@@ -79,9 +90,16 @@ def check_sources(config: CurateConfig) -> dict[str, str]:
             raise InputError(
                 f"source name {source.name!r} must be unique and made of letters, digits, '.', '_' and '-'"
             )
+    weightless = [source.name for source in config.sources if not source.weight]
+    if 0 < len(weightless) < len(names):
+        raise InputError(
+            f"source {weightless[0]!r} has no weight and others have; give every source one, or none"
+        )
     identities = {source.name: reader_of(source).identity(source) for source in config.sources}
+    for label, name in _labels(config).items():
+        identities[f"decontaminate:{label}"] = decontamination.identity(name)
     for source in config.sources:
-        _require_layout(source, _read(source, identities[source.name]))
+        _require_layout(source, read(source, identities[source.name]))
     return identities
 
 
@@ -91,46 +109,69 @@ def missing(dataset: Dataset) -> list[str]:
     return [unit for unit in units(dataset) if unit not in done]
 
 
+def units(dataset: Dataset) -> list[str]:
+    """All units in the order in which they have to run."""
+    names = [source["name"] for source in dataset.config["sources"]]
+    sources = [f"source-{index:03d}-{name}" for index, name in enumerate(names)]
+    return [PROMPTS] * bool(dataset.config["decontaminate"]) + sources + [PUBLISH]
+
+
 def run_units(
-    dataset: Dataset, config: CurateConfig, todo: list[str], progress: Progress = silent
+    dataset: Dataset,
+    config: CurateConfig,
+    todo: list[str],
+    progress: Progress = silent,
+    *,
+    processes: int = 1,
 ) -> None:
-    """Does the units `todo` and commits each. Source units may run side by side, `publish` after all of them.
+    """Does the units `todo` and commits each.
+
+    Args:
+        dataset: the planned corpus.
+        config: the same as it was planned with.
+        todo: some of `units`, in their order.
+        progress: called as units and parts are done.
+        processes: how many read a large source side by side; 0 for one on each core. Never changes the
+            corpus.
 
     Raises:
         InputError: a source has no row that its reader can read, or nothing is left to train on.
-        IncompleteError: `publish` is asked for while a source is missing.
+        IncompleteError: a unit is asked for while one that it builds on is missing.
     """
-    sources = dict(zip(units(dataset), config.sources, strict=False))
+    sources = dict(zip(_source_units(dataset), config.sources, strict=True))
     for done, unit in enumerate(todo):
-        if unit == PUBLISH:
-            record = _publish(dataset, config)
+
+        def tell(numbers: dict[str, float], done: int = done) -> None:
+            progress(done, len(todo), numbers)
+
+        if unit == PROMPTS:
+            record = _collect_prompts(dataset, config)
+        elif unit == PUBLISH:
+            record = _publish(dataset, config, tell)
         else:
-            identity = dataset.request["inputs"][sources[unit].name]
-            record = _Source(dataset, config, sources[unit], identity).run(
-                lambda numbers, done=done: progress(done, len(todo), numbers)
-            )
+            workers = processes or os.cpu_count() or 1
+            record = _read_source(dataset, config, sources[unit], unit, workers, tell)
         dataset.commit(unit, record)
         progress(done + 1, len(todo), {})
 
 
 def seal(dataset: Dataset) -> dict:
-    """Checks the sums and writes the manifest.
+    """Checks the sums, writes the report (see `report`) and the manifest.
 
     Facts: `sources` (counts of each), `rejected` (by reason, over all), `parts` (of each split),
-    `num_train`, `num_held_out`.
+    `num_train`, `num_held_out`, `report`.
     """
     every = units(dataset)
     if missing(dataset):
         return dataset.seal(every, {})  # says what is missing
-    records = dataset.records(every)
-    published = records[PUBLISH]
+    published = dataset.record(PUBLISH)
+    selected = dataset.record(_SELECTION)["sources"]
     sources = {}
-    for unit in every[:-1]:
-        record, name = records[unit], records[unit]["source"]
-        sources[name] = counts = _counts(record, published["sources"][name])
-        found = counts["kept"] + sum(counts["rejected"].values())
-        found += counts["duplicates"] + counts["over_limit"]
-        if found != counts["rows_in"]:
+    for unit in _source_units(dataset):
+        record = dataset.record(unit)
+        name = record["source"]
+        sources[name] = counts = _counts(record, selected[name])
+        if (found := accounted(counts)) != counts["rows_in"]:
             raise CorruptError(
                 f"{dataset.url}: source {name!r} had {counts['rows_in']} rows and {found} are accounted "
                 "for; delete the dataset's folder and curate again"
@@ -139,235 +180,242 @@ def seal(dataset: Dataset) -> dict:
     totals = {f"num_{split}": sum(part["rows"] for part in parts[split]) for split in parts}
     rejected = sum((Counter(counts["rejected"]) for counts in sources.values()), Counter())
     facts = {"sources": sources, "rejected": dict(rejected), "parts": parts, **totals}
-    return dataset.seal(every, facts)
+    return dataset.seal(every, {**facts, "report": report.write(dataset, sources)})
 
 
-def units(dataset: Dataset) -> list[str]:
-    """All units in the order in which they have to run."""
-    names = [source["name"] for source in dataset.config["sources"]]
-    return [f"source-{index:03d}-{name}" for index, name in enumerate(names)] + [PUBLISH]
+def accounted(counts: dict) -> int:
+    """Rows whose fate a source's counts tell."""
+    fates = ("kept", "duplicates", "near_duplicates", "over_limit", "not_drawn")
+    return sum(counts[fate] for fate in fates) + sum(counts["rejected"].values())
 
 
-def _read(source: SourceConfig, identity: str) -> Iterator[Conversation | Reject]:
-    # For a Hugging Face id the identity is the commit, so every unit reads what was planned.
-    return reader_of(source).read(source.model_copy(update={"revision": identity}))
+def _source_units(dataset: Dataset) -> list[str]:
+    return [unit for unit in units(dataset) if unit not in (PROMPTS, PUBLISH)]
 
 
-def _require_layout(source: SourceConfig, rows: Iterator[Conversation | Reject]) -> None:
+def _require_layout(source: SourceConfig, rows: Iterator[Conversation | Reject | None]) -> None:
     """Raises InputError when none of the first rows is a conversation in the reader's layout."""
     reasons: Counter[str] = Counter()
+    details: dict[str, str] = {}
     for item in islice(rows, _LOOKED_AT):
-        if isinstance(item, Reject):
-            reasons[item.reason] += 1
-            continue
+        assert item is not None  # every row is wanted
         try:
-            normalize(item.messages, item.tools)
+            if isinstance(item, Reject):
+                raise Malformed(item.reason, item.detail)
+            if item.messages is not None:
+                normalize(item.messages, item.tools)
+            return
         except Malformed as error:
             reasons[error.reason] += 1
-        else:
-            return
+            details.setdefault(error.reason, error.detail)
+    where = repr(source.path) if source.path else f"reader {source.reader!r}"
     if not reasons:
-        raise InputError(f"source {source.name!r} has no rows; check {source.path!r}")
+        raise InputError(f"source {source.name!r} has no rows; check {where}")
     [(reason, times)] = reasons.most_common(1)
     layout = (reader_of(source).__doc__ or "").strip().split("\n")[0].rstrip(".")
+    detail = f", such as {details[reason]}" if details[reason] else ""
     raise InputError(
-        f"source {source.name!r}: none of the first {reasons.total()} rows of {source.path!r} can be read "
-        f"({times} times: {reason}); reader {source.reader!r} expects {layout}"
+        f"source {source.name!r}: none of the first {reasons.total()} rows of {where} can be read "
+        f"({times} times: {reason}{detail}); reader {source.reader!r} expects {layout}"
     )
+
+
+# --- evaluation prompts ------------------------------------------------------------------------
+
+
+def _labels(config: CurateConfig) -> dict[str, str]:
+    """The evaluation sets by their labels, which like sources do not depend on where a file lies."""
+    labels = {decontamination.label_of(name): name for name in config.decontaminate}
+    if len(labels) < len(config.decontaminate):
+        raise InputError("decontaminate names two sets alike; give their files different names")
+    return labels
+
+
+def _collect_prompts(dataset: Dataset, config: CurateConfig) -> dict:
+    """Keeps the prompts with the corpus, so that a restart needs no set again."""
+    sets, prompts = [], []
+    for label, name in _labels(config).items():
+        identity = dataset.request["inputs"][f"decontaminate:{label}"]
+        found = list(decontamination.prompts(name, identity))
+        sets += [label] * len(found)
+        prompts += found
+    table = write_table(dataset.storage, PROMPTS, {"set": sets, "prompt": prompts})
+    return {"table": table, "prompts": dict(Counter(sets))}
+
+
+def _prompts(dataset: Dataset) -> dict[str, list[str]] | None:
+    if not dataset.config["decontaminate"]:
+        return None
+    if PROMPTS not in dataset.committed():
+        raise IncompleteError(
+            f"{dataset.url}: {PROMPTS} is not committed; run it before the sources"
+        )
+    found: dict[str, list[str]] = {}
+    for line in read_table(dataset.storage, dataset.record(PROMPTS)["table"]).to_pylist():
+        found.setdefault(line["set"], []).append(line["prompt"])
+    return found
 
 
 # --- one source --------------------------------------------------------------------------------
 
 
-class _Source:
-    """One pass over a source; memory is one part, the rows under the limit, and 100 bytes a row."""
+def _read_source(
+    dataset: Dataset,
+    config: CurateConfig,
+    source: SourceConfig,
+    unit: str,
+    processes: int,
+    tell: Tell,
+) -> dict:
+    """Commits the parts of a source that are missing. Returns the record of all."""
+    reader = SourceReader(dataset, config, source, unit, _prompts(dataset))
+    totals: Counter[str] = Counter()
 
-    def __init__(
-        self, dataset: Dataset, config: CurateConfig, source: SourceConfig, identity: str
-    ) -> None:
-        self.source = source
-        self.rows = _read(source, identity)
-        self.max_characters = config.max_characters
-        self.writer = PartWriter(dataset.storage, f"sources/{source.name}")
-        self.rejects = _RejectWriter(dataset.storage, f"sources/{source.name}")
-        self.seen: set[bytes] = set()
-        self.lowest: list[tuple[int, Row]] = []  # a heap; the highest id is on top
-        self.counts = Counter()
+    def count(record: dict) -> None:
+        totals["rows"] += record["rows_in"]
+        totals["rejected"] += sum(record["rejected"].values())
+        tell(dict(totals))
 
-    def run(self, report) -> dict:
-        """Reads, keeps and writes everything. Returns the commit record."""
-        for item in self.rows:
-            self.counts["rows_in"] += 1
-            try:
-                self._take(self._row(item))
-            except Malformed as error:
-                file, line = item.file, item.line
-                self.rejects.write(Reject(line, error.reason, error.detail, file))
-            if self.counts["rows_in"] % _REPORT_EVERY == 0:
-                report({"rows": self.counts["rows_in"], "rejected": self.rejects.total})
-        for _, row in sorted(self.lowest, key=lambda entry: entry[1].id):
-            self.writer.write(row)
-        parts, rejects = self.writer.close(), self.rejects.close()
-        if not parts:
-            self._refuse()
-        return {
-            "source": self.source.name,
-            "rows_in": self.counts["rows_in"],
-            "duplicates": self.counts["duplicates"],
-            "over_limit": self.counts["over_limit"],
-            "rejected": dict(sorted(self.rejects.reasons.items())),
-            "rejects": rejects,
-            "parts": parts,
-        }
-
-    def _row(self, item: Conversation | Reject) -> Row:
-        """The normalized row. Raises Malformed for what is to be rejected."""
-        if isinstance(item, Reject):
-            raise Malformed(item.reason, item.detail)
-        messages, tools = normalize(item.messages, item.tools)
-        metadata = _json_values(item.metadata)
-        if is_prompt_only(messages):
-            metadata["prompt_only"] = True
-        row = Row(content_id(messages, tools), self.source.name, messages, tools, metadata)
-        if (characters := num_characters(row)) > self.max_characters:
-            raise Malformed("too many characters", characters)
-        return row
-
-    def _take(self, row: Row) -> None:
-        digest = bytes.fromhex(row.id)[:16]
-        if digest in self.seen:
-            self.counts["duplicates"] += 1
-            return
-        self.seen.add(digest)
-        if not self.source.limit:
-            self.writer.write(row)
-            return
-        entry = (-int(row.id, 16), row)
-        if len(self.lowest) < self.source.limit:
-            heapq.heappush(self.lowest, entry)
-        else:
-            heapq.heappushpop(self.lowest, entry)
-            self.counts["over_limit"] += 1
-
-    def _refuse(self) -> None:
-        reason, times = self.rejects.reasons.most_common(1)[0]
+    num_rows = reader.run(stop=_ALONE if processes > 1 else None, report=count)
+    if num_rows is None:
+        num_rows = _read_side_by_side(dataset, config, unit, processes, tell)
+    names = [part_unit(unit, number) for number in range(-(-num_rows // config.rows_per_part))]
+    records = list(dataset.records(names).values())
+    sums = {
+        key: dict(sorted(sum((Counter(record[key]) for record in records), Counter()).items()))
+        for key in ("rejected", "repaired", "redacted")
+    }
+    if not sum(record["accepted"] for record in records):
+        [(reason, times)] = Counter(sums["rejected"]).most_common(1)
         raise InputError(
-            f"source {self.source.name!r}: reader {self.source.reader!r} can read none of its "
-            f"{self.counts['rows_in']} rows ({times} times: {reason}); check the reader and the path"
+            f"source {source.name!r}: reader {source.reader!r} can read none of its "
+            f"{num_rows} rows ({times} times: {reason}); check the reader and the path"
         )
+    return {
+        "source": source.name,
+        "rows_in": sum(record["rows_in"] for record in records),
+        **sums,
+        "rejects": [key for record in records for key in record["rejects"]],
+        "num_parts": len(names),
+    }
 
 
-class _RejectWriter:
-    """Rejected rows as JSON lines {file, line, reason, detail}."""
-
-    def __init__(self, storage: Storage, folder: str) -> None:
-        self.reasons: Counter[str] = Counter()
-        self._storage, self._folder = storage, folder
-        self._lines: list[str] = []
-        self._keys: list[str] = []
-
-    @property
-    def total(self) -> int:
-        return self.reasons.total()
-
-    def write(self, reject: Reject) -> None:
-        self.reasons[reject.reason] += 1
-        self._lines.append(json.dumps(vars(reject)) + "\n")
-        if len(self._lines) >= _REJECTS_PER_FILE:
-            self._flush()
-
-    def close(self) -> list[str]:
-        """Keys of the files; empty when nothing was rejected."""
-        if self._lines:
-            self._flush()
-        return self._keys
-
-    def _flush(self) -> None:
-        data = "".join(self._lines).encode()
-        self._keys.append(self._storage.put_fresh(f"{self._folder}/rejects", ".jsonl", data))
-        self._lines = []
+def _read_side_by_side(
+    dataset: Dataset, config: CurateConfig, unit: str, processes: int, tell: Tell
+) -> int:
+    """Reads a source in several processes, each of which parses its own parts. Returns its rows."""
+    common = (dataset.root.url, dataset.path, config.model_dump_json(), unit, processes)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        shares = [pool.submit(_read_share, *common, share) for share in range(processes)]
+        going = set(shares)
+        while going:
+            done, going = wait(going, _POLL_S, FIRST_EXCEPTION)
+            if any(share.exception() for share in done):
+                break
+            tell({"parts": len(part_units(dataset, unit))})
+        return max(share.result() for share in shares)
 
 
-def _json_values(metadata: dict) -> dict:
-    """Metadata in JSON values; dates and other types of Parquet become text."""
-    try:
-        text = json.dumps(metadata, default=str, allow_nan=False, ensure_ascii=False)
-        return json.loads(text.encode())
-    except (ValueError, TypeError, RecursionError) as error:
-        raise Malformed("metadata has no JSON form", error) from error
+def _read_share(root: str, path: str, config: str, unit: str, num_shares: int, share: int) -> int:
+    """One process of `_read_side_by_side`."""
+    dataset = Dataset.open(Storage.from_url(root), path)
+    curate = CurateConfig.model_validate_json(config)
+    source = curate.sources[_source_units(dataset).index(unit)]
+    reader = SourceReader(dataset, curate, source, unit, _prompts(dataset))
+    num_rows = reader.run(share, num_shares)
+    assert num_rows is not None  # nothing stops it before the end
+    return num_rows
 
 
 # --- publish -----------------------------------------------------------------------------------
 
 
-def _publish(dataset: Dataset, config: CurateConfig) -> dict:
-    """Writes the parts of both splits. A row that several sources have belongs to the first."""
-    source_units = units(dataset)[:-1]
-    if absent := [unit for unit in source_units if unit not in dataset.committed()]:
-        raise IncompleteError(f"{dataset.url}: {absent[0]} is not committed; run it before publish")
-    writers = {
-        split: PartWriter(dataset.storage, f"parts/{split}") for split in ("train", "held_out")
+def _publish(dataset: Dataset, config: CurateConfig, tell: Tell) -> dict:
+    """Selects, then copies the kept rows group by group; each group is committed by itself."""
+    committed = dataset.committed()
+    if _SELECTION not in committed:
+        dataset.commit(_SELECTION, _select(dataset, config))
+    selected = dataset.record(_SELECTION)
+    if not selected["num_groups"]:
+        raise _nothing_left(config)
+    selection = read_table(dataset.storage, selected["selection"])
+    groups = [part_unit(PUBLISH, number) for number in range(selected["num_groups"])]
+    group_N = selection["group"].to_numpy()
+    starts = group_N.searchsorted(range(len(groups) + 1))
+    for number, unit in enumerate(groups):
+        if unit not in committed:
+            rows = selection.slice(starts[number], starts[number + 1] - starts[number])
+            dataset.commit(unit, _publish_group(dataset, selected["files"], rows))
+        tell({"parts": number + 1})
+    records = dataset.records(groups).values()
+    parts = {
+        split: [part for record in records for part in record["parts"][split]]
+        for split in ("train", "held_out")
     }
-    seen: set[bytes] = set()
-    sources = {}
-    for record in dataset.records(source_units).values():
-        counts = sources[record["source"]] = Counter(
-            dict.fromkeys(
-                (
-                    "train",
-                    "held_out",
-                    "duplicates",
-                    "turns",
-                    "characters",
-                    "calling",
-                    "prompt_only",
-                ),
-                0,
-            )
-        )
-        for part in record["parts"]:
-            for row in read_part(dataset.storage, part):
-                if (digest := bytes.fromhex(row.id)[:16]) in seen:
-                    counts["duplicates"] += 1
-                    continue
-                seen.add(digest)
-                split = (
-                    "held_out" if is_held_out(group_of(row), config.held_out_fraction) else "train"
-                )
-                writers[split].write(row)
-                counts.update({split: 1, **_measures(row)})
-    parts = {split: writer.close() for split, writer in writers.items()}
     if not parts["train"]:
-        raise InputError(
-            "no row is left to train on; add sources, or lower held_out_fraction "
-            f"(now {config.held_out_fraction})"
-        )
-    return {"parts": parts, "sources": {name: dict(counts) for name, counts in sources.items()}}
+        raise _nothing_left(config)
+    return {"parts": parts}
 
 
-def _measures(row: Row) -> dict[str, int]:
-    return {
-        "turns": sum(message["role"] == "assistant" for message in row.messages),
-        "characters": num_characters(row),
-        "calling": any("tool_calls" in message for message in row.messages),
-        "prompt_only": bool(row.metadata.get("prompt_only")),
-    }
+def _select(dataset: Dataset, config: CurateConfig) -> dict:
+    committed = dataset.committed()
+    parts = {}
+    for unit in _source_units(dataset):
+        if unit not in committed:
+            raise IncompleteError(f"{dataset.url}: {unit} is not committed; run it before publish")
+        source = dataset.record(unit)
+        names = [part_unit(unit, number) for number in range(source["num_parts"])]
+        parts[source["source"]] = list(dataset.records(names).values())
+    return select(dataset, config, parts)
 
 
-def _counts(source: dict, published: dict) -> dict:
-    """The report of one source, from its own record and its share of `publish`."""
-    kept = published["train"] + published["held_out"]
+def _publish_group(dataset: Dataset, files: list[dict], rows) -> dict:
+    """Copies the selected rows of a few files into one part of each split, as Arrow tables."""
+    import pyarrow as pa
+
+    file_N, row_N, held_out_N = (rows[name].to_numpy() for name in ("file", "row", "held_out"))
+    tables: dict[str, list[pa.Table]] = {"train": [], "held_out": []}
+    for file in range(file_N[0], file_N[-1] + 1):
+        table = read_table(dataset.storage, files[file])
+        mine_N = file_N == file
+        tables["train"].append(table.take(row_N[mine_N & ~held_out_N]))
+        tables["held_out"].append(table.take(row_N[mine_N & held_out_N]))
+    parts = {}
+    for split, found in tables.items():
+        table = pa.concat_tables(found).combine_chunks()
+        folder = f"parts/{split}"
+        parts[split] = [write_table(dataset.storage, folder, table)] if table.num_rows else []
+    return {"parts": parts}
+
+
+def _nothing_left(config: CurateConfig) -> InputError:
+    return InputError(
+        "no row is left to train on; add sources, or lower held_out_fraction "
+        f"(now {config.held_out_fraction})"
+    )
+
+
+def _counts(source: dict, selected: dict) -> dict:
+    """The report of one source, from its own record and its share of the selection."""
+    kept, characters = selected["kept"], selected["characters"]
     return {
         "rows_in": source["rows_in"],
         "kept": kept,
         "rejected": source["rejected"],
-        "duplicates": source["duplicates"] + published["duplicates"],
-        "over_limit": source["over_limit"],
-        "train": published["train"],
-        "held_out": published["held_out"],
-        "prompt_only": published["prompt_only"],
-        "turns": published["turns"],
-        "characters": published["characters"],
-        "tool_call_share": round(published["calling"] / kept, 4) if kept else 0.0,
-        "rejects": source["rejects"],
+        **{
+            fate: selected[fate]
+            for fate in ("duplicates", "near_duplicates", "over_limit", "not_drawn")
+        },
+        "repaired": source["repaired"],
+        "redacted": source["redacted"],
+        "train": kept - selected["held_out"],
+        "held_out": selected["held_out"],
+        "prompt_only": selected["prompt_only"],
+        "turns": selected["turns"],
+        "characters": characters,
+        "supervised_share": round(selected["answer_characters"] / max(characters, 1), 4),
+        "tool_call_share": round(selected["calling"] / max(kept, 1), 4),
+        "lengths": selected["lengths"],
+        "rejects": source["rejects"] + selected["rejects"],
     }

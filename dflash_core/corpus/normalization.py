@@ -4,23 +4,28 @@ The policy, in full:
 
 - Roles: developer is system; human is user; gpt, model and bot are assistant; function is tool.
 - Content is text, null, or a list of text parts (joined). Other parts reject the row.
-- System messages come first; several in a row are joined, equal ones once; a later one rejects the row.
-- Two user messages in a row are joined with an empty line. Two assistant messages in a row reject the
-  row: joined, they would be a text no model wrote in one turn.
-- An assistant message that comes first, a tool message with no assistant turn before it, an empty user or
-  assistant message, an unknown role: the row is rejected.
+- System messages come first; several in a row are joined, equal ones once.
+- Two user messages in a row are joined with an empty line.
 - Calls: `function_call` and bare {name, arguments} become `tool_calls`; all parallel calls are kept;
   arguments become JSON text in one spelling, in the order in which they were written.
 - Reasoning: `reasoning_content` (or `reasoning`) is kept; `<think>...</think>` at the beginning of an
   assistant's content is moved there.
+- A conversation ends at the first message that has no place in this form: an unknown role, an empty user
+  or assistant message, a call that cannot be read, two assistant messages in a row (joined, they would be
+  a text that no model wrote in one turn), a late system message, a tool result after no assistant. The
+  complete exchanges before it are kept. Where there is none, as in a conversation that the assistant
+  begins, the row is rejected.
 - Turns after the last assistant turn are dropped. A conversation without any is a prompt, to be answered
   by regeneration.
+
+Rejects are counted by their reason, and so are repairs: see `normalize`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 from dflash_core.corpus.rows import Malformed, Message
@@ -37,10 +42,13 @@ ROLES = {
 _THINK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 
 
-def normalize(messages: Any, tools: Any) -> tuple[list[Message], list[dict] | None]:
+def normalize(
+    messages: Any, tools: Any, repairs: Counter[str] | None = None
+) -> tuple[list[Message], list[dict] | None]:
     """Messages and tools in the OpenAI chat form, by the policy of this module.
 
-    Takes any JSON value; JSON text of one too, as Parquet columns often hold.
+    Takes any JSON value; JSON text of one too, as Parquet columns often hold. What had to be joined, cut
+    or moved is added to `repairs`, each kind once for the row.
 
     Raises:
         Malformed: the conversation cannot be brought into that form.
@@ -48,7 +56,8 @@ def normalize(messages: Any, tools: Any) -> tuple[list[Message], list[dict] | No
     messages = _loaded(messages, "messages")
     if not isinstance(messages, list):
         raise Malformed("messages are not a list", type(messages).__name__)
-    turns = _in_order([_message(message) for message in messages])
+    found: set[str] = set()
+    turns = _in_order(messages, found)
     declared = _tools(tools)
     try:
         json.dumps([turns, declared], allow_nan=False, ensure_ascii=False).encode()
@@ -56,6 +65,8 @@ def normalize(messages: Any, tools: Any) -> tuple[list[Message], list[dict] | No
         raise Malformed("text is not Unicode", "half of a surrogate pair") from error
     except (ValueError, TypeError, RecursionError) as error:
         raise Malformed("value has no JSON form", error) from error
+    if repairs is not None:
+        repairs.update(found)
     return turns, declared
 
 
@@ -101,7 +112,7 @@ def tool_call(call: Any) -> dict:
 # --- messages ----------------------------------------------------------------------------------
 
 
-def _message(message: Any) -> Message:
+def _message(message: Any, repairs: set[str]) -> Message:
     if not isinstance(message, dict):
         raise Malformed("message is not an object", type(message).__name__)
     role = message.get("role")
@@ -110,7 +121,7 @@ def _message(message: Any) -> Message:
         raise Malformed("unknown role", repr(message.get("role"))[:80])
     content = _text(message.get("content"))
     if role == "assistant":
-        return _assistant(message, content)
+        return _assistant(message, content, repairs)
     if role == "user" and not (content or "").strip():
         raise Malformed("empty user message")
     found: Message = {"role": role, "content": content or ""}
@@ -121,10 +132,12 @@ def _message(message: Any) -> Message:
     return found
 
 
-def _assistant(message: dict, content: str | None) -> Message:
+def _assistant(message: dict, content: str | None, repairs: set[str]) -> Message:
     reasoning = _text(message.get("reasoning_content") or message.get("reasoning"))
     if content and not reasoning:
         reasoning, content = split_reasoning(content)
+        if reasoning:
+            repairs.add("reasoning moved out of the content")
     calls = _loaded(message.get("tool_calls"), "tool_calls") or []
     if not isinstance(calls, list):
         raise Malformed("tool_calls are not a list", type(calls).__name__)
@@ -156,32 +169,54 @@ def _text(content: Any) -> str | None:
     return "".join(texts)
 
 
-def _in_order(messages: list[Message]) -> list[Message]:
-    """Joins and checks the sequence of roles, and drops what comes after the last answer."""
+def _in_order(messages: list[Any], repairs: set[str]) -> list[Message]:
+    """The turns up to the last answer, or up to the first message that has no place."""
     turns: list[Message] = []
+    answered = 0  # turns up to the last answer, it included
     for message in messages:
-        role, before = message["role"], turns[-1]["role"] if turns else None
-        if role == "system" and before not in (None, "system"):
-            raise Malformed("system message after the first turn")
-        if role == "assistant" and before not in ("user", "tool"):
-            first = (
-                "two assistant messages in a row" if before == "assistant" else "assistant first"
-            )
-            raise Malformed(first)
-        if role == "tool" and before not in ("assistant", "tool"):
-            raise Malformed("tool message without an assistant turn before it")
-        if role == before and role in ("system", "user"):
-            if message["content"] != turns[-1]["content"] or role == "user":
-                joined = f"{turns[-1]['content']}\n\n{message['content']}"
-                turns[-1] = {"role": role, "content": joined}
+        try:
+            turn = _message(message, repairs)
+            _require_place(turn, turns)
+        except Malformed as error:
+            if not answered:
+                raise
+            repairs.add(f"cut: {error.reason}")
+            break
+        if turn["role"] in ("system", "user") and turns and turns[-1]["role"] == turn["role"]:
+            repairs.add(f"two {turn['role']} messages in a row joined")
+            turns[-1] = _joined(turns[-1], turn)
             continue
-        turns.append(message)
+        turns.append(turn)
+        if turn["role"] == "assistant":
+            answered = len(turns)
+    else:
+        if answered and len(turns) > answered:
+            repairs.add("turns after the last answer dropped")
+    turns = turns[:answered] if answered else turns
     if turns and turns[0]["role"] == "system" and not turns[0]["content"].strip():
         turns = turns[1:]
     if not turns or turns[-1]["role"] == "system":
         raise Malformed("no user message")
-    answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
-    return turns[: answers[-1] + 1] if answers else turns
+    return turns
+
+
+def _require_place(turn: Message, turns: list[Message]) -> None:
+    """Raises Malformed when the turn cannot follow the last one."""
+    role, before = turn["role"], turns[-1]["role"] if turns else None
+    if role == "system" and before not in (None, "system"):
+        raise Malformed("system message after the first turn")
+    if role == "assistant" and before == "assistant":
+        raise Malformed("two assistant messages in a row")
+    if role == "assistant" and before not in ("user", "tool"):
+        raise Malformed("assistant first")
+    if role == "tool" and before not in ("assistant", "tool"):
+        raise Malformed("tool message without an assistant turn before it")
+
+
+def _joined(first: Message, second: Message) -> Message:
+    if first["role"] == "system" and first["content"] == second["content"]:
+        return first
+    return {"role": first["role"], "content": f"{first['content']}\n\n{second['content']}"}
 
 
 # --- tools -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -24,6 +25,7 @@ Message = dict[str, Any]
 # A part is closed at whichever comes first: rows for quick seeks, characters for bounded memory.
 PART_ROWS = 8192
 PART_CHARACTERS = 64 * 2**20
+REJECTS_PER_FILE = 50_000
 
 
 class Malformed(Exception):
@@ -104,10 +106,18 @@ def group_of(row: Row) -> str:
 
 def num_characters(row: Row) -> int:
     """Characters of everything the model reads or writes, tools and arguments included."""
-    texts = [json.dumps(row.tools)] if row.tools else []
-    for message in row.messages:
-        texts += [message.get("content") or "", message.get("reasoning_content") or ""]
-        texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    tools = len(json.dumps(row.tools)) if row.tools else 0
+    return tools + sum(map(_characters_of, row.messages))
+
+
+def num_answer_characters(row: Row) -> int:
+    """Characters that the assistant wrote, reasoning and arguments included."""
+    return sum(_characters_of(turn) for turn in row.messages if turn["role"] == "assistant")
+
+
+def _characters_of(message: Message) -> int:
+    texts = [message.get("content") or "", message.get("reasoning_content") or ""]
+    texts += [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
     return sum(map(len, texts))
 
 
@@ -120,7 +130,6 @@ def to_parquet(rows: Iterable[Row]) -> bytes:
     JSON text, because Arrow would unify the structs: every message would gain every other's fields.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     rows = list(rows)
     columns = {
@@ -131,8 +140,15 @@ def to_parquet(rows: Iterable[Row]) -> bytes:
         "metadata": [_json(row.metadata) for row in rows],
     }
     schema = pa.schema([(name, pa.string()) for name in columns])
+    return table_to_parquet(pa.table(columns, schema=schema))
+
+
+def table_to_parquet(table: Any) -> bytes:
+    """An Arrow table as one Parquet file."""
+    import pyarrow.parquet as pq
+
     sink = io.BytesIO()
-    pq.write_table(pa.table(columns, schema=schema), sink, compression="zstd")
+    pq.write_table(table, sink, compression="zstd")
     return sink.getvalue()
 
 
@@ -154,6 +170,36 @@ def from_parquet(data: bytes) -> Iterator[Row]:
 def _json(value: Any) -> str:
     # Key order is kept: templates print arguments in the order in which the model wrote them.
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+# --- rejects -----------------------------------------------------------------------------------
+
+
+class RejectWriter:
+    """Rejected rows as JSON lines {file, line, reason, detail}."""
+
+    def __init__(self, storage: Storage, stem: str) -> None:
+        self.reasons: Counter[str] = Counter()
+        self._storage, self._stem = storage, stem
+        self._lines: list[str] = []
+        self._keys: list[str] = []
+
+    def write(self, reject: Reject) -> None:
+        self.reasons[reject.reason] += 1
+        self._lines.append(json.dumps(vars(reject)) + "\n")
+        if len(self._lines) >= REJECTS_PER_FILE:
+            self._flush()
+
+    def close(self) -> list[str]:
+        """Keys of the files; empty when nothing was rejected."""
+        if self._lines:
+            self._flush()
+        return self._keys
+
+    def _flush(self) -> None:
+        data = "".join(self._lines).encode()
+        self._keys.append(self._storage.put_fresh(self._stem, ".jsonl", data))
+        self._lines = []
 
 
 # --- parts -------------------------------------------------------------------------------------
@@ -193,15 +239,36 @@ def write_part(storage: Storage, folder: str, rows: list[Row]) -> dict:
     return {"key": key, "rows": len(rows), "sha256": sha256(data)}
 
 
+def write_table(storage: Storage, folder: str, columns: dict[str, Any]) -> dict:
+    """A table (columns, or an Arrow table) as one Parquet object: {"key", "rows", "sha256"}."""
+    import pyarrow as pa
+
+    table = columns if isinstance(columns, pa.Table) else pa.table(columns)
+    data = table_to_parquet(table)
+    key = storage.put_fresh(f"{folder}/part", ".parquet", data)
+    return {"key": key, "rows": table.num_rows, "sha256": sha256(data)}
+
+
+def read_table(storage: Storage, part: dict, columns: list[str] | None = None) -> Any:
+    """The Arrow table of `write_table` or `write_part`. Raises CorruptError, see `read_part`."""
+    import pyarrow.parquet as pq
+
+    return pq.read_table(io.BytesIO(_verified(storage, part)), columns=columns)
+
+
 def read_part(storage: Storage, part: dict) -> Iterator[Row]:
     """The rows of a part. Raises CorruptError when its bytes are not those that were committed."""
+    yield from from_parquet(_verified(storage, part))
+
+
+def _verified(storage: Storage, part: dict) -> bytes:
     data = storage.get(part["key"])
     if sha256(data) != part["sha256"]:
         raise CorruptError(
             f"{storage.url}/{part['key']} does not match its commit record; it was altered or cut; "
             "delete the dataset's folder and run its stage again"
         )
-    yield from from_parquet(data)
+    return data
 
 
 def read_rows(

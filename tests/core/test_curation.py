@@ -1,9 +1,17 @@
+import io
 import json
+import random
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
 
+import pyarrow.parquet as pq
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from dflash_core.config import CurateConfig, SourceConfig
-from dflash_core.corpus import curation, rows
+from dflash_core.config import CurateConfig, FilterConfig, SourceConfig
+from dflash_core.corpus import curation, report, rows, selection
 from dflash_core.corpus.rows import (
     PartWriter,
     Row,
@@ -34,11 +42,19 @@ def source(tmp_path, name, records, **changes):
     return SourceConfig(name=name, reader="openai", path=str(path), **changes)
 
 
-def curate(root, *sources, **changes):
+def curate(root, *sources, processes=1, **changes):
     config = CurateConfig(sources=list(sources), **changes)
     dataset = curation.plan(root, "test", config)
-    curation.run_units(dataset, config, curation.missing(dataset))
+    curation.run_units(dataset, config, curation.missing(dataset), processes=processes)
     return dataset, curation.seal(dataset)["facts"]
+
+
+def quarantined(dataset, counts):
+    return [
+        json.loads(line)
+        for key in counts["rejects"]
+        for line in dataset.storage.get(key).splitlines()
+    ]
 
 
 def texts(dataset, split="train"):
@@ -55,7 +71,7 @@ MALFORMED = [
     {"messages": [3]},
     {"messages": [assistant("first")]},
     {"messages": [user("x"), assistant("")]},
-    {"messages": [user("x"), assistant("a"), assistant("b")]},
+    {"messages": [assistant("a"), assistant("b")]},
     {"messages": [user("x"), assistant(None, tool_calls=[{"name": "f", "arguments": "{"}])]},
     {"messages": [user("y" * 2000), assistant("long")]},
     chat("odd metadata", metadata={"a": float("nan")}),
@@ -65,7 +81,10 @@ MALFORMED = [
 def test_no_row_is_lost_whatever_it_holds(root, tmp_path):
     records = [chat("a"), *MALFORMED, chat("b"), chat("a")]
     dataset, facts = curate(
-        root, source(tmp_path, "s", records), max_characters=1000, held_out_fraction=0
+        root,
+        source(tmp_path, "s", records),
+        filters=FilterConfig(max_characters=1000),
+        held_out_fraction=0,
     )
     counts = facts["sources"]["s"]
     assert texts(dataset) == ["a", "b"]
@@ -73,13 +92,67 @@ def test_no_row_is_lost_whatever_it_holds(root, tmp_path):
     assert sum(counts["rejected"].values()) == len(MALFORMED)
     assert counts["duplicates"] == 1
     assert counts["kept"] == 2
-    rejects = [
-        json.loads(line)
-        for key in counts["rejects"]
-        for line in dataset.storage.get(key).splitlines()
-    ]
+    *rejects, repeat = quarantined(dataset, counts)
     assert [reject["line"] for reject in rejects] == list(range(2, 2 + len(MALFORMED)))
-    assert all(reject["reason"] and reject["file"] == "s.jsonl" for reject in rejects)
+    assert all(reject["reason"] and reject["file"] == "s.jsonl" for reject in [*rejects, repeat])
+    first = content_id(chat("a")["messages"], None)
+    assert (repeat["line"], repeat["reason"], repeat["detail"]) == (16, "duplicate", first)
+
+
+VALUES = (
+    st.none() | st.integers(-3, 3) | st.sampled_from(["", "x", "[]", "{}", "assistant", "\ud800"])
+)
+ANY_JSON = st.recursive(
+    VALUES,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["messages", "role", "content", "tools", "metadata"]), inner
+        )
+    ),
+    max_leaves=8,
+)
+TURNS = st.lists(
+    st.builds(
+        lambda role, content: {"role": role, "content": content},
+        st.sampled_from(["user", "assistant", "system", "tool", "gpt", "x"]),
+        st.sampled_from(["a", "b", "", None, 3, "caf\ufffd", "<think>a</think>b", "z" * 40]),
+    ),
+    max_size=5,
+)
+ZIPPED = {
+    "messages": [user("q"), assistant("a")],
+    "tools": {"name": ["f", "g"], "parameters": [{}, {}]},
+}
+LINES = (
+    ANY_JSON.map(json.dumps)
+    | TURNS.map(lambda turns: json.dumps({"messages": turns}))
+    | st.sampled_from([json.dumps(chat("same")), json.dumps(ZIPPED), "{cut", "NaN", "[" * 2000])
+)
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.lists(LINES, max_size=12), st.integers(0, 3), st.integers(1, 5), st.booleans())
+def test_every_row_is_accounted_for_whatever_it_holds(tmp_path, lines, limit, rows_per_part, mix):
+    with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
+        weights = {"weight": 1.0} if mix else {}
+        sources = [
+            source(Path(folder), "any", [*lines, json.dumps(chat("good"))], limit=limit, **weights),
+            source(Path(folder), "other", [chat("good"), chat("same"), chat("third")], **weights),
+        ]
+        _, facts = curate(
+            Storage.from_url(f"{folder}/root"),
+            *sources,
+            held_out_fraction=0,
+            rows_per_part=rows_per_part,
+            filters=FilterConfig(max_characters=35),
+        )
+        counts = facts["sources"]["any"]
+        assert counts["rows_in"] == 1 + sum(bool(line.strip()) for line in lines)
+        assert curation.accounted(counts) == counts["rows_in"]
+        assert sum(counts["lengths"].values()) == counts["kept"] == counts["train"]
 
 
 def test_a_duplicate_belongs_to_the_first_source_that_has_it(root, tmp_path):
@@ -125,6 +198,15 @@ def test_a_limit_takes_the_rows_with_the_lowest_hashes_in_any_order(root, tmp_pa
     assert [row.id for row in read_rows(dataset, "train")] == ids[:7]
     counts = facts["sources"]["s"]
     assert (counts["kept"], counts["over_limit"], counts["duplicates"]) == (7, 23, 5)
+    small, facts = curate(
+        root, source(tmp_path, "t", records, limit=7), held_out_fraction=0, rows_per_part=4
+    )
+    assert sorted(row.id for row in read_rows(small, "train")) == ids[:7]
+    parts = [small.record(f"source-000-t.part-{number:06d}")["parts"] for number in range(8)]
+    written = sum(part["rows"] for files in parts for part in files)
+    assert written < 30  # rows that cannot be drawn any more are not written
+    other, _ = curate(root, source(tmp_path, "t", records, limit=7), held_out_fraction=0, seed=1)
+    assert {row.id for row in read_rows(other, "train")} != set(ids[:7])
 
 
 def test_the_report_counts_turns_characters_calls_and_prompts(root, tmp_path):
@@ -138,6 +220,8 @@ def test_the_report_counts_turns_characters_calls_and_prompts(root, tmp_path):
     counts = facts["sources"]["s"]
     assert (counts["turns"], counts["characters"], counts["prompt_only"]) == (3, 7 + 9 + 1, 1)
     assert counts["tool_call_share"] == pytest.approx(1 / 3, abs=1e-4)
+    assert counts["supervised_share"] == pytest.approx((3 + 8) / 17, abs=1e-4)
+    assert counts["lengths"] == {"2": 1, "8": 1, "16": 1}
     assert [row.metadata.get("prompt_only") for row in read_rows(dataset, "train")] == [
         None,
         None,
@@ -149,16 +233,16 @@ def test_a_killed_run_continues_with_the_missing_sources(root, tmp_path, monkeyp
     sources = [source(tmp_path, name, [chat(name), chat("same")]) for name in ("a", "b", "c")]
     config = CurateConfig(sources=sources, held_out_fraction=0)
     dataset = curation.plan(root, "test", config)
-    real, calls = curation._Source.run, []
+    real, calls = curation.SourceReader.run, []
 
-    def dies_in_the_second_source(self, report):
+    def dies_in_the_second_source(self, *arguments, **options):
         calls.append(self.source.name)
         if calls == ["a", "b"]:
-            real(self, report)
-            raise KeyboardInterrupt  # after its data is written, before its commit
-        return real(self, report)
+            real(self, *arguments, **options)
+            raise KeyboardInterrupt  # after its parts, before its own commit
+        return real(self, *arguments, **options)
 
-    monkeypatch.setattr(curation._Source, "run", dies_in_the_second_source)
+    monkeypatch.setattr(curation.SourceReader, "run", dies_in_the_second_source)
     with pytest.raises(KeyboardInterrupt):
         curation.run_units(dataset, config, curation.missing(dataset))
     with pytest.raises(IncompleteError, match="3 of 4 units"):
@@ -172,6 +256,177 @@ def test_a_killed_run_continues_with_the_missing_sources(root, tmp_path, monkeyp
     assert calls == ["a", "b", "b", "c"]
     assert texts(again) == ["a", "same", "b", "c"]
     assert curation.missing(again) == []
+
+
+@pytest.mark.parametrize("limit", [0, 9])
+def test_a_kill_after_any_commit_loses_one_part_at_most_and_changes_nothing(
+    root, tmp_path, monkeypatch, limit
+):
+    monkeypatch.setattr(selection, "PART_ROWS", 5)
+    records = [chat(str(i)) for i in range(14)] + ["{cut"] + [chat("3"), chat("14")]
+    one = source(tmp_path, "s", records, limit=limit)
+    changes = {"rows_per_part": 5, "held_out_fraction": 0.3}
+    whole, facts = curate(root, one, **changes)
+    config = CurateConfig(sources=[one], **changes)
+    killed = curation.plan(Storage.from_url(str(tmp_path / "again")), "test", config)
+    real, commits = type(killed).commit, []
+
+    def dies_after_each(self, unit, record):
+        real(self, unit, record)
+        commits.append(unit)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(killed), "commit", dies_after_each)
+    while todo := curation.missing(killed):
+        with pytest.raises(KeyboardInterrupt):
+            curation.run_units(killed, config, todo)
+    assert len(commits) == len(set(commits)) == len(whole.committed())
+    assert len(commits) >= 8
+    again = curation.seal(killed)["facts"]
+    for split in ("train", "held_out"):
+        assert list(read_rows(killed, split)) == list(read_rows(whole, split))
+    assert {**again["sources"]["s"], "rejects": 0} == {**facts["sources"]["s"], "rejects": 0}
+
+
+@pytest.mark.slow
+def test_several_processes_make_the_same_corpus(root, tmp_path):
+    pytest.importorskip("rensa")
+    words = [f"word{i}" for i in range(500)]
+    rng = random.Random(0)
+    records = []
+    for i in range(300):
+        text = " ".join(rng.choices(words, k=40))
+        records += [chat(text), "{cut"] if i % 7 == 0 else [chat(text)]
+        records += [chat(f"{text} more")] if i % 9 == 0 else []
+    sources = [
+        source(tmp_path, "one", records, weight=3.0),
+        source(tmp_path, "two", [*records[40:], chat("x")], limit=100, weight=1.0),
+    ]
+    (tmp_path / "exam.jsonl").write_text(
+        json.dumps({"prompt": records[2]["messages"][0]["content"]})
+    )
+    changes = {
+        "rows_per_part": 10,
+        "near_duplicates": 0.7,
+        "decontaminate": [str(tmp_path / "exam.jsonl")],
+        "num_rows": 150,
+    }
+    alone, facts = curate(root, *sources, **changes)
+    other_root = Storage.from_url(str(tmp_path / "other"))
+    shared, again = curate(other_root, *sources, processes=2, **changes)
+    assert list(read_rows(shared, "train")) == list(read_rows(alone, "train"))
+    assert list(read_rows(shared, "held_out")) == list(read_rows(alone, "held_out"))
+    for name in ("one", "two"):
+        assert {**facts["sources"][name], "rejects": 0} == {**again["sources"][name], "rejects": 0}
+    assert facts["num_train"] + facts["num_held_out"] == 150
+    assert facts["sources"]["one"]["rejected"]["contaminated"] == 1
+    assert facts["sources"]["one"]["near_duplicates"] > 20
+
+
+def test_near_duplicates_of_other_sources_go_and_say_which_row_stays(root, tmp_path):
+    pytest.importorskip("rensa")
+    text = " ".join(f"word{i}" for i in range(60))
+    one = source(tmp_path, "one", [chat(text), chat("something else entirely, in other words")])
+    two = source(tmp_path, "two", [chat("a third thing"), chat(f"{text} too")])
+    dataset, facts = curate(root, one, two, held_out_fraction=0, near_duplicates=0.8)
+    counts = facts["sources"]["two"]
+    assert (counts["kept"], counts["near_duplicates"]) == (1, 1)
+    [repeat] = quarantined(dataset, counts)
+    first = next(iter(read_rows(dataset, "train"))).id
+    assert repeat == {"file": "two.jsonl", "line": 2, "reason": "near-duplicate", "detail": first}
+
+
+def test_rows_with_evaluation_prompts_are_rejected_by_name(root, tmp_path):
+    prompt = "How many of the forty-two harbour boats return before noon when the wind turns north?"
+    (tmp_path / "exam.jsonl").write_text(
+        "".join(json.dumps({"question": text}) + "\n" for text in (prompt, "Why not?"))
+    )
+    records = [
+        chat("one"),
+        {"messages": [user(f"Please solve: {prompt.lower()}"), assistant("All.")]},
+        {"messages": [user("why not"), assistant("Because.")]},
+        {"messages": [user("Solve this."), assistant(f"It says: {prompt}")]},
+        chat("two"),
+    ]
+    exam = str(tmp_path / "exam.jsonl")
+    dataset, facts = curate(
+        root, source(tmp_path, "s", records), held_out_fraction=0, decontaminate=[exam]
+    )
+    assert texts(dataset) == ["one", "two"]
+    counts = facts["sources"]["s"]
+    assert counts["rejected"] == {"contaminated": 3}
+    details = [(reject["line"], reject["detail"]) for reject in quarantined(dataset, counts)]
+    assert details == [(2, "exam.jsonl[0]"), (3, "exam.jsonl[1]"), (4, "exam.jsonl[0]")]
+
+    def plan(*sets):
+        config = CurateConfig(
+            sources=[source(tmp_path, "s", records)], held_out_fraction=0, decontaminate=list(sets)
+        )
+        return curation.plan(root, "test", config)
+
+    (tmp_path / "moved").mkdir()
+    moved = tmp_path / "moved" / "exam.jsonl"
+    moved.write_text((tmp_path / "exam.jsonl").read_text())
+    assert plan(str(moved)).path == dataset.path
+    moved.write_text(json.dumps({"question": "Other?"}))
+    assert plan(str(moved)).path != dataset.path
+    with pytest.raises(InputError, match="names two sets alike"):
+        plan(exam, str(moved))
+
+
+def test_weights_share_the_corpus_and_a_smaller_draw_is_part_of_a_larger_one(root, tmp_path):
+    sources = [
+        source(tmp_path, "a", [chat(f"a{i}") for i in range(60)], weight=3.0),
+        source(tmp_path, "b", [chat(f"b{i}") for i in range(40)], weight=1.0),
+    ]
+    drawn = {}
+    for num_rows in (20, 40, 0):
+        dataset, facts = curate(root, *sources, held_out_fraction=0, num_rows=num_rows)
+        drawn[num_rows] = set(texts(dataset))
+        kept = [facts["sources"][name]["kept"] for name in "ab"]
+        assert kept == {20: [15, 5], 40: [30, 10], 0: [60, 20]}[num_rows]
+    assert drawn[20] < drawn[40] < drawn[0]
+    other, _ = curate(root, *sources, held_out_fraction=0, num_rows=20, seed=7)
+    assert set(texts(other)) != drawn[20]
+    with pytest.raises(InputError, match="source 'b' has no weight and others have"):
+        curate(root, sources[0], source(tmp_path, "b", [chat("b")]))
+
+
+def test_secrets_are_redacted_and_repairs_counted(root, tmp_path):
+    secret = "AKIA" + "ABCDEFGHIJKLMNOP"
+    records = [chat(f"with {secret}"), {"messages": [user("a"), user("b"), assistant("c")]}]
+    dataset, facts = curate(root, source(tmp_path, "s", records), held_out_fraction=0)
+    assert texts(dataset)[0] == "with <redacted:aws-access-key>"
+    counts = facts["sources"]["s"]
+    assert counts["redacted"] == {"aws-access-key": 1}
+    assert counts["repaired"] == {"two user messages in a row joined": 1}
+
+
+def test_pre_tokenized_rows_pass_through(root, tmp_path):
+    rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}] * 2 + [{"input_ids": []}]
+    tokens = source(tmp_path, "t", rows).model_copy(update={"reader": "pre-tokenized"})
+    dataset, facts = curate(root, tokens, held_out_fraction=0.9, near_duplicates=0)
+    [row] = read_rows(dataset, "train")
+    assert row.messages == []
+    assert row.metadata["tokens"] == {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}
+    counts = facts["sources"]["t"]
+    assert (counts["duplicates"], counts["held_out"], sum(counts["rejected"].values())) == (1, 0, 1)
+
+
+def test_the_report_is_json_and_parquet_and_a_picture(root, tmp_path):
+    records = [chat("a"), chat("b" * 3000), "{cut", chat("a")]
+    dataset, facts = curate(root, source(tmp_path, "s", records), held_out_fraction=0)
+    assert json.loads(dataset.storage.get("report.json")) == facts["sources"]
+    table = pq.read_table(io.BytesIO(dataset.storage.get("report.parquet")))
+    lines = {(line["kind"], line["name"]): line["rows"] for line in table.to_pylist()}
+    assert lines[("rows", "rows_in")] == 4
+    assert lines[("rejected", "not JSON")] == 1
+    assert lines[("length", "16")] == lines[("length", "8192")] == 1
+    [line] = report.summary(facts["sources"])
+    assert (line["rows in"], line["kept"], line["duplicates"]) == (4, 2, 1)
+    picture = ElementTree.fromstring(report.length_chart(facts["sources"]))
+    assert picture.tag.endswith("svg")
+    assert sum(element.tag.endswith("rect") for element in picture.iter()) == 1 + 2 + 1
 
 
 def test_the_same_content_elsewhere_is_the_same_corpus_and_other_content_another(root, tmp_path):
@@ -196,7 +451,9 @@ def test_bad_source_names_are_refused(root, names, message):
 
 def test_a_source_of_another_layout_is_refused_before_any_work(root, tmp_path):
     rows = ["{cut", {"text": "a"}, {"text": "b"}]
-    reason = r"first 3 rows .* \(2 times: no messages column\).* expects OpenAI chat rows"
+    reason = (
+        r"first 3 rows .* \(2 times: no messages column, such as text\).* expects OpenAI chat rows"
+    )
     with pytest.raises(InputError, match=reason):
         curation.plan(root, "test", CurateConfig(sources=[source(tmp_path, "s", rows)]))
     curation.plan(root, "test", CurateConfig(sources=[source(tmp_path, "u", [*rows, chat("x")])]))
@@ -205,8 +462,9 @@ def test_a_source_of_another_layout_is_refused_before_any_work(root, tmp_path):
 
 
 def test_a_source_whose_rows_are_all_rejected_is_refused_with_the_commonest_reason(root, tmp_path):
+    short = FilterConfig(max_characters=5)
     with pytest.raises(InputError, match=r"read none of its 2 rows \(2 times: too many characters"):
-        curate(root, source(tmp_path, "s", [chat("a"), chat("b")]), max_characters=5)
+        curate(root, source(tmp_path, "s", [chat("a"), chat("b")]), filters=short)
 
 
 def test_rows_survive_parquet_and_a_changed_part_is_noticed(root, tmp_path):
@@ -221,9 +479,11 @@ def test_rows_survive_parquet_and_a_changed_part_is_noticed(root, tmp_path):
 
 
 def test_a_range_of_rows_fetches_only_its_own_parts(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "PART_ROWS", 4)
     records = [chat(str(i)) for i in range(10)]
-    dataset, facts = curate(root, source(tmp_path, "s", records), held_out_fraction=0)
+    monkeypatch.setattr(selection, "PART_ROWS", 4)
+    dataset, facts = curate(
+        root, source(tmp_path, "s", records), held_out_fraction=0, rows_per_part=4
+    )
     assert [part["rows"] for part in facts["parts"]["train"]] == [4, 4, 2]
     fetched = []
     real = rows.read_part

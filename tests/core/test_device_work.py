@@ -64,19 +64,29 @@ class Crowded:
 def test_out_of_memory_is_answered_with_smaller_batches(monkeypatch, caplog):
     done: list = []
     monkeypatch.setitem(device_work.OPEN, "extract", Crowded(1500, done))
-    workers = InProcess(job(batch_tokens=4096))
+    workers = InProcess(job(batch_tokens=4096, forward="padded"))
     with caplog.at_level(logging.WARNING):
         workers.run([1, 2])
         workers.run([3])
     assert done == [(1024, [1, 2]), (1024, [3])], "the smaller batch is kept"
-    assert "batch_tokens 1024" in caplog.text
+    assert "'batch_tokens': 1024" in caplog.text
 
 
 def test_out_of_memory_ends_when_batches_cannot_shrink(monkeypatch):
     monkeypatch.setitem(device_work.OPEN, "extract", Crowded(0, []))
     with pytest.raises(torch.OutOfMemoryError):
         InProcess(job(batch_tokens=4096)).run([1])
-    assert smaller(Runtime(batch_tokens=400)) is None
+
+
+def test_whole_packs_become_padded_batches_before_batches_become_smaller():
+    first = smaller(job(batch_tokens=1024))
+    second = smaller(first)
+    assert (first.runtime.forward, first.runtime.batch_tokens) == ("padded", 1024)
+    assert (second.runtime.forward, second.runtime.batch_tokens) == ("padded", 512)
+    answering = job(generate_batch=2).model_copy(update={"stage": "regenerate"})
+    fewer = smaller(answering)
+    assert (fewer.runtime.generate_batch, fewer.runtime.forward) == (1, "auto")
+    assert smaller(fewer) is None
 
 
 # The child imports this module's stage by name, so the stage lives in the package of the tests.

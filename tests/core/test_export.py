@@ -11,11 +11,12 @@ from dflash_core import export
 from dflash_core.checkpoint import load_drafter
 from dflash_core.config import ExportConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError, MismatchError
+from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from dflash_core.target import load_embedding_and_head, text_config
+from dflash_core.target import load_embedding_and_head, load_tokenizer, text_config
 from tests import targets
-from tests.runs import sealed_run
+from tests.runs import sealed_run, sealed_tokens_run
 
 CONTRACTS = ["full-bidir", "swa-causal", "mixed", "swa-bidir"]
 LAYOUT = "z-lab"
@@ -48,16 +49,17 @@ def test_the_directory_computes_what_was_trained_rounded_to_bfloat16(root, targe
     facts = export.seal(dataset)["facts"]
     assert facts["layouts"] == [LAYOUT]
     assert facts["max_logit_difference"] == 0.0
-    loaded, shape = export.load_exported(dataset.storage.child(LAYOUT))
+    imported = read_drafter(dataset.storage.child(LAYOUT))
+    loaded, shape = imported.build(), imported.shape
     trained, wanted, _ = load_drafter(run)
     assert shape.layer_types == wanted.layer_types
     assert shape.attention == attention
     for name, tensor in trained.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor.bfloat16().float()), name
     ends = load_embedding_and_head(target)
-    exact = export.random_block_logits(trained, *ends)
-    rounded = export.random_block_logits(loaded, *ends)
-    assert 0 < (exact - rounded).abs().max() < 0.1 * exact.abs().max()
+    exact = export.random_pack_logits(trained, *ends)
+    rounded = export.random_pack_logits(loaded, *ends)
+    assert 0 < (exact - rounded).abs().mean() < 0.1 * exact.abs().mean()
 
 
 def test_config_holds_exactly_these_keys_and_values(root, target):
@@ -188,8 +190,8 @@ def test_an_export_that_reloads_to_other_logits_is_refused(root, target):
 def test_a_config_that_reads_as_another_shape_is_refused(root, target, monkeypatch):
     run = sealed_run(root, target, attention="mixed")
     dataset = export.plan(root, "demo", run, target, ExportConfig())
-    genuine = export.config_json
-    monkeypatch.setattr(export, "config_json", lambda *a: {**genuine(*a), "sliding_window": 7})
+    genuine = export._config_json
+    monkeypatch.setattr(export, "_config_json", lambda *a: {**genuine(*a), "sliding_window": 7})
     with pytest.raises(MismatchError, match="sliding_window: have 7, want 6"):
         export.run(dataset, run, target)
     assert dataset.committed() == set()
@@ -216,7 +218,7 @@ def test_a_file_altered_after_its_commit_is_found_before_the_seal(root, target, 
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "conv_kernel_size"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
-        ({"is_causal": True}, "is_causal True"),
+        ({"is_causal": True}, "full True"),
         ({"num_target_layers": 3}, "target_layer_ids"),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, "fc.weight has shape"),
         ({"head_dim": 4}, "q_norm|q_proj|k_norm|k_proj"),
@@ -230,7 +232,7 @@ def test_directories_that_would_compute_something_else_are_refused(root, target,
         body[key] = {**body[key], **value} if key == "dflash_config" else value
     dataset.storage.put(f"{LAYOUT}/config.json", json.dumps(body).encode())
     with pytest.raises((InputError, CorruptError), match=message):
-        export.load_exported(dataset.storage.child(LAYOUT))
+        read_drafter(dataset.storage.child(LAYOUT))
 
 
 def test_older_directories_with_keys_at_the_top_level_load(root, target):
@@ -239,17 +241,17 @@ def test_older_directories_with_keys_at_the_top_level_load(root, target):
     section = body.pop("dflash_config")
     del body["rope_parameters"]
     dataset.storage.put(f"{LAYOUT}/config.json", json.dumps({**section, **body}).encode())
-    _, shape = export.load_exported(dataset.storage.local_path / LAYOUT)
+    shape = read_drafter(dataset.storage.local_path / LAYOUT).shape
     assert shape.target_layer_ids == (0, 1, 3)
     assert shape.mask_token_id == 259
 
 
 def test_a_folder_that_is_not_there_is_named_and_not_made(tmp_path):
     with pytest.raises(InputError, match="nowhere"):
-        export.load_exported(tmp_path / "nowhere")
+        read_drafter(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
     with pytest.raises(InputError, match=r"config\.json"):
-        export.load_exported(tmp_path)
+        read_drafter(tmp_path)
 
 
 def test_a_run_of_another_target_is_refused(root, target, tmp_path_factory):
@@ -304,16 +306,139 @@ def test_an_evaluation_of_another_run_is_refused(root, target):
         export.plan(root, "demo", run, target, ExportConfig(), evaluation)
 
 
-def test_the_random_block_notices_a_change_of_any_weight(root, target):
+def test_the_random_pack_notices_a_change_of_any_weight(root, target):
     run = sealed_run(root, target, attention="mixed")
     drafter, _, _ = load_drafter(run)
     ends = load_embedding_and_head(target)
-    before = export.random_block_logits(drafter, *ends)
-    assert before.shape == (5, text_config(target).vocab_size)
+    before = export.random_pack_logits(drafter, *ends)
+    assert before.shape == (4, 5, text_config(target).vocab_size)
     assert np.isfinite(before.numpy()).all()
     for name, parameter in drafter.named_parameters():
         kept = parameter.data.clone()
         parameter.data.view(-1)[0] += 1.0
-        changed = export.random_block_logits(drafter, *ends)
+        changed = export.random_pack_logits(drafter, *ends)
         assert (changed - before).abs().max() > export.MAX_LOGIT_DIFFERENCE, name
         parameter.data.copy_(kept)
+
+
+# --- what is asked for beside the default ------------------------------------------------------------
+
+
+def test_the_mixed_contract_is_refused_in_the_speculators_layout_before_any_work(root, target):
+    run = sealed_run(root, target, attention="mixed")
+    config = ExportConfig(layouts=["z-lab", "speculators"])
+    with pytest.raises(InputError, match=r"layout speculators: vLLM 0\.33 would serve .*causal"):
+        export.plan(root, "demo", run, target, config)
+    assert not list(root.child("exports").list())
+
+
+def test_config_of_the_speculators_layout_says_everything(root, target):
+    run = sealed_run(root, target, attention="swa-causal")
+    config = ExportConfig(layouts=["z-lab", "speculators"], target_name="owner/target")
+    dataset = export.plan(root, "demo", run, target, config)
+    export.run(dataset, run, target)
+    facts = export.seal(dataset)["facts"]
+    assert facts["layouts"] == ["z-lab", "speculators"]
+    body = json.loads(dataset.storage.get("speculators/config.json"))
+    terms = body.pop("transformer_layer_config")
+    assert body == {
+        "architectures": ["DFlashDraftModel"],
+        "dtype": "bfloat16",
+        "speculators_model_type": "dflash",
+        "speculators_version": "0.9.0",
+        "block_size": 5,
+        "draft_vocab_size": 272,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [1, 2, 4],
+        "mask_token_id": 259,
+        "sliding_window_non_causal": False,
+        "sample_from_anchor": False,
+        "num_target_layers": 4,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": 4,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "verifier": {"name_or_path": "owner/target", "architectures": ["Qwen3ForCausalLM"]},
+        },
+    }
+    zlab = config_of(dataset)
+    assert terms == {key: zlab[key] for key in terms}
+    weights = [dataset.storage.get(f"{name}/model.safetensors") for name in facts["layouts"]]
+    assert weights[0] == weights[1]
+
+
+def test_a_reduced_vocabulary_keeps_the_frequent_tokens_and_their_logits(root, target):
+    run = sealed_tokens_run(root, target)
+    config = ExportConfig(layouts=["speculators"], draft_vocab_size=64)
+    dataset = export.plan(root, "demo", run, target, config)
+    export.run(dataset, run, target)
+    imported = read_drafter(dataset.storage.child("speculators"))
+    answer = "It is 1999.<|im_end|>"  # the one row that is trained on
+    written = set(load_tokenizer(target)(answer)["input_ids"])
+    assert written <= set(imported.token_ids_D.tolist())
+    assert len(imported.token_ids_D) == 64
+    assert (imported.token_ids_D.diff() > 0).all()
+    embedding, head = load_embedding_and_head(target)
+    whole = export.random_pack_logits(imported.build(), embedding, head.bfloat16())
+    reduced = export.random_pack_logits(imported.build(), embedding, imported.head_DH)
+    torch.testing.assert_close(reduced, whole[..., imported.token_ids_D], atol=1e-5, rtol=1e-5)
+    tensors = load(dataset.storage.get("speculators/model.safetensors"))
+    kept = tensors["t2d"].nonzero().flatten()
+    assert torch.equal(kept, imported.token_ids_D)
+    assert torch.equal(tensors["d2t"], kept - torch.arange(64))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"draft_vocab_size": 64}, "layout z-lab: the z-lab layout has no reduced vocabulary"),
+        ({"layouts": ["speculators"], "draft_vocab_size": 272}, "no reduction of 272"),
+        ({"layouts": ["speculators"], "weights": "int8"}, "in the z-lab layout only"),
+    ],
+)
+def test_what_no_engine_would_read_is_refused(root, target, options, message):
+    run = sealed_run(root, target)
+    with pytest.raises(InputError, match=message):
+        export.plan(root, "demo", run, target, ExportConfig(**options))
+
+
+def test_a_reduced_vocabulary_without_the_tokens_it_was_trained_on_is_refused(root, target):
+    run = sealed_run(root, target)
+    config = ExportConfig(layouts=["speculators"], draft_vocab_size=64)
+    dataset = export.plan(root, "demo", run, target, config)
+    with pytest.raises(InputError, match="leave draft_vocab_size 0"):
+        export.run(dataset, run, target)
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_the_error_of_quantised_weights_is_reported(root, target, weights):
+    run = sealed_run(root, target)
+    rounding = []
+    for kind in ("bfloat16", weights):
+        dataset = export.plan(root, "demo", run, target, ExportConfig(weights=kind))
+        export.run(dataset, run, target)
+        facts = export.seal(dataset)["facts"]
+        assert facts["max_logit_difference"] <= 1e-5
+        rounding.append(facts["rounding"])
+    assert min(rounding) > 0
+    assert rounding[0] != rounding[1]
+
+
+def test_the_model_card_names_data_recipe_and_serving(root, target):
+    run = sealed_tokens_run(root, target)
+    config = ExportConfig(layouts=["z-lab", "speculators"])
+    dataset = export.plan(root, "demo", run, target, config)
+    export.run(dataset, run, target)
+    for layout in config.layouts:
+        card = dataset.storage.get(f"{layout}/README.md").decode()
+        assert "- python-stdlib: `python-stdlib`" in card
+        assert "| learning_rate | 0.0006 |" in card
+        assert "not causal in the block" in card
+        assert ("SGLang does not read" in card) == (layout == "speculators")

@@ -1,5 +1,6 @@
 import itertools
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -92,12 +93,12 @@ def test_what_follows_the_last_answer_is_dropped_unless_nothing_was_answered():
         ([assistant("x"), user("y")], "assistant first"),
         ([user("x"), assistant("")], "empty assistant message"),
         ([user("x"), assistant("", reasoning_content="only")], "empty assistant message"),
-        ([user("x"), assistant("a"), assistant("b")], "two assistant messages in a row"),
         (
             [user("x"), {"role": "tool", "content": "r"}],
             "tool message without an assistant turn before it",
         ),
         ([user("x"), {"role": "system", "content": "s"}], "system message after the first turn"),
+        ([assistant("x"), assistant("y")], "assistant first"),
         ([user("x"), assistant(None, tool_calls=3)], "tool_calls are not a list"),
         ([user("x"), assistant(None, tool_calls=[3])], "tool call is not an object"),
         ([user("x"), assistant(None, tool_calls=[{"function": {}}])], "tool call has no name"),
@@ -138,6 +139,52 @@ def test_malformed_tools_are_rejected_with_a_reason(tools, reason):
     with pytest.raises(Malformed) as caught:
         normalize([user("x")], tools)
     assert caught.value.reason == reason
+
+
+GOOD = [user("a"), assistant("b"), user("c"), assistant("d")]
+
+
+@pytest.mark.parametrize(
+    ("messages", "kept", "repair"),
+    [
+        ([*GOOD, assistant("again")], GOOD, "cut: two assistant messages in a row"),
+        ([*GOOD, user("e"), assistant("")], GOOD, "cut: empty assistant message"),
+        ([*GOOD, user(""), assistant("f")], GOOD, "cut: empty user message"),
+        (
+            [*GOOD, {"role": "system", "content": "s"}],
+            GOOD,
+            "cut: system message after the first turn",
+        ),
+        ([*GOOD, {"role": "narrator", "content": "n"}], GOOD, "cut: unknown role"),
+        ([*GOOD, 3], GOOD, "cut: message is not an object"),
+        ([*GOOD, user("e"), assistant(None, tool_calls=[{}])], GOOD, "cut: tool call has no name"),
+        ([*GOOD, user("e")], GOOD, "turns after the last answer dropped"),
+        (
+            [user("a"), user("b"), *GOOD[1:]],
+            [user("a\n\nb"), *GOOD[1:]],
+            "two user messages in a row joined",
+        ),
+        (
+            [user("a"), assistant("<think>hm</think>b")],
+            [user("a"), assistant("b", reasoning_content="hm")],
+            "reasoning moved out of the content",
+        ),
+        (GOOD, GOOD, None),
+    ],
+)
+def test_what_is_repaired_is_counted(messages, kept, repair):
+    repairs = Counter()
+    assert normalize(messages, None, repairs)[0] == kept
+    assert repairs == ({repair: 1} if repair else {})
+
+
+def test_repairs_of_a_row_that_is_rejected_are_not_counted():
+    repairs = Counter()
+    with pytest.raises(Malformed):
+        normalize([user("a"), user("b"), assistant("")], None, repairs)
+    with pytest.raises(Malformed):
+        normalize([user("a"), user("b"), assistant("c")], 3, repairs)
+    assert not repairs
 
 
 SCALAR = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)

@@ -28,13 +28,17 @@ def read(path="", reader="openai"):
 
 def write(path, rows):
     """Rows in the file format that the name asks for."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     if path.name.endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist(rows), path)
-    elif path.name.endswith(".json"):
-        path.write_text(json.dumps({"version": 1, "data": rows}))
-    else:
-        path.write_bytes(gzip.compress(lines) if path.name.endswith(".gz") else lines)
+        return path
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if ".json" in path.suffixes:
+        data = json.dumps({"version": 1, "data": rows}).encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data)
+    if path.suffix == ".zst":
+        data = pa.compress(data, "zstd", asbytes=True)
+    path.write_bytes(data)
     return path
 
 
@@ -129,7 +133,10 @@ def test_published_layouts_come_out_in_the_openai_form(tmp_path, reader, row, me
     assert (tools[0]["function"]["name"] if declared else tools) == ("f" if declared else None)
 
 
-@pytest.mark.parametrize("reader", ["openai", "sharegpt", "alpaca", "prompt-response"])
+OF_FILES = sorted(name for name, reader in READERS.items() if isinstance(reader, files.Reader))
+
+
+@pytest.mark.parametrize("reader", OF_FILES)
 def test_rows_of_another_layout_are_rejected_and_never_raise(tmp_path, reader):
     odd = [
         {},
@@ -139,7 +146,18 @@ def test_rows_of_another_layout_are_rejected_and_never_raise(tmp_path, reader):
         {"instruction": 5},
     ]
     odd += [{"conversations": [{"from": "function_call", "value": "{"}]}, {"prompt": ["x"]}]
+    odd += [{"system": 1, "chat": 2}, {"input_ids": "1", "loss_mask": None}, {"instruction": None}]
     assert len(read(write(tmp_path / "rows.jsonl", odd), reader)) == len(odd)
+
+
+@pytest.mark.parametrize("suffix", files.SUFFIXES)
+def test_only_wanted_rows_are_parsed_and_the_others_keep_their_place(tmp_path, suffix):
+    path = write(tmp_path / f"rows{suffix}", ROWS)
+    found = list(reader_of(source()).read(source(path), lambda position: position == 1))
+    assert [item and item.line for item in found] == [None, 2, None]
+    if suffix == ".jsonl":
+        path.write_bytes(b"{cut\n" * 3)
+        assert not isinstance(next(reader_of(source()).read(source(path), lambda _: False)), Reject)
 
 
 def test_metadata_and_group_are_kept(tmp_path):
@@ -176,7 +194,7 @@ def test_a_source_that_is_nowhere_is_refused_by_name(path, message):
         reader_of(source()).identity(source(path))
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl.gz"])
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.json", "rows.jsonl.gz", "rows.jsonl.zst"])
 def test_a_broken_file_is_one_sentence(tmp_path, name):
     (tmp_path / name).write_bytes(b"\x1f\x8bnot what it says")
     with pytest.raises(InputError, match=f"source 'test': {name} of .* cannot be read"):
@@ -186,7 +204,7 @@ def test_a_broken_file_is_one_sentence(tmp_path, name):
 def test_a_folder_without_data_and_an_unknown_reader_are_refused(tmp_path):
     with pytest.raises(InputError, match=r"nothing at .* can be read"):
         read(tmp_path)
-    with pytest.raises(InputError, match="reader 'csv' is not known; expected one of alpaca"):
+    with pytest.raises(InputError, match="reader 'csv' is not known; expected one of agentic"):
         reader_of(source(reader="csv"))
 
 
@@ -199,6 +217,38 @@ def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch):
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", refuse)
     with pytest.raises(InputError, match="dataset 'some/set' at 'main' cannot be read: no route"):
         reader_of(source()).identity(source("some/set"))
+
+
+def test_a_hub_set_is_streamed_at_its_commit_and_a_named_reader_knows_its_id(tmp_path, monkeypatch):
+    import datasets
+    import huggingface_hub
+
+    path = write(
+        tmp_path / "rows.parquet", [{"instruction": f"q{i}", "output": "a"} for i in range(5)]
+    )
+    real, calls = datasets.load_dataset, []
+
+    def served(name, subset=None, **options):
+        calls.append((name, subset, options["split"], options["revision"], options["streaming"]))
+        return real("parquet", data_files=str(path), split="train", streaming=True)
+
+    class Info:
+        sha = "c0ffee"
+
+    monkeypatch.setattr(datasets, "load_dataset", served)
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda *_, **__: Info)
+    chosen = SourceConfig(name="code", reader="evol-codealpaca", subset="part")
+    reader = reader_of(chosen)
+    assert reader.identity(chosen) == "c0ffee"
+    found = list(reader.read(chosen.model_copy(update={"revision": "c0ffee"}), lambda i: i > 2))
+    assert calls == [("theblackcat102/evol-codealpaca-v1", "part", "train", "c0ffee", True)]
+    assert [item and item.messages[0]["content"] for item in found] == [
+        None,
+        None,
+        None,
+        "q3",
+        "q4",
+    ]
 
 
 def test_identity_follows_the_content_and_not_the_place(tmp_path):

@@ -1,6 +1,7 @@
 import functools
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -317,16 +318,34 @@ def _no_driver():
     raise RuntimeError("0 active drivers")
 
 
-def test_missing_kernels_on_a_gpu_are_an_error_unless_allowed(tmp_path):
+def test_missing_kernels_on_a_gpu_are_an_error_unless_allowed(tmp_path, caplog):
     hybrid, gpu = load_body(qwen3_5_text(tmp_path / "a"), [2], CPU), torch.device("cuda")
     (module,) = gdn_modules(hybrid)
     if gdn_backend(module)["torch_chunk_gated_delta_rule"].startswith("fla"):
         pytest.skip("flash-linear-attention is installed")
-    with pytest.raises(InputError, match="pip install flash-linear-attention"):
+    wanted = r"chunk_gated_delta_rule .*5 to 10 times.*'flash-linear-attention>=0\.6,<0\.7'"
+    with pytest.raises(InputError, match=wanted):
         require_fast_kernels(hybrid, gpu, allow_slow=False)
     require_fast_kernels(hybrid, gpu, allow_slow=True)
+    assert "going on without chunk_gated_delta_rule" in caplog.text
     require_fast_kernels(hybrid, CPU, allow_slow=False)
     require_fast_kernels(load_body(llama(tmp_path / "b"), [2], CPU), gpu, allow_slow=False)
+
+
+def test_a_missing_convolution_alone_is_a_warning(tmp_path, monkeypatch, caplog):
+    hybrid = load_body(qwen3_5_text(tmp_path), [2], CPU)
+    found = {"torch_chunk_gated_delta_rule": "fla.ops", "causal_conv1d_fn": "transformers.models"}
+    monkeypatch.setattr(target_module, "gdn_backend", lambda module: found)
+    require_fast_kernels(hybrid, torch.device("cuda"), allow_slow=False)
+    assert "'causal-conv1d>=1.7,<2'" in caplog.text
+    assert "delta_rule" not in caplog.text
+
+
+def test_the_versions_named_are_those_of_the_extras():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = [kernel.package for kernel in target_module.KERNELS.values()]
+    assert named == [*extras["gpu"], *extras["conv"]]
 
 
 def test_the_backend_of_every_function_is_known(tmp_path):

@@ -95,10 +95,10 @@ def kill_when(
     process.wait()
 
 
-def only(root: Storage, stage: str, suffix: str = "") -> Dataset:
+def only(root: Storage, stage: str, suffix: str = "", name: str = "case") -> Dataset:
     """The one dataset of `stage` whose name ends so before the fingerprint."""
     names = {info.key.split("/")[0] for info in root.child(stage).list()}
-    names = {name for name in names if name.rpartition("-")[0] == f"case{suffix}"}
+    names = {found for found in names if found.rpartition("-")[0] == f"{name}{suffix}"}
     assert len(names) == 1, f"{stage}: {sorted(names)}"
     return Dataset.open(root, f"{stage}/{names.pop()}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import typing
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,7 @@ def test_parameters_fit_the_form_and_give_the_defaults(deployment, flow):
     validate(
         values, flow.parameters.model_dump_for_openapi(), raise_on_error=True, preprocess=False
     )
-    model = MODELS[deployment["entrypoint"]]
+    model = typing.get_type_hints(flow.fn)["params"]
     changed = deployment["parameters"]["params"]
     assert flow.validate_parameters(values)["params"] == model.model_validate(changed)
     assert changed == {} or deployment["name"] != "default"

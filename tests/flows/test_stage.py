@@ -8,19 +8,17 @@ from itertools import chain
 
 import pytest
 
-from dflash_core.config import Config
+from dflash_core.errors import DFlashError
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
+from flows.params import StageParams
 from tests.s3 import KEY, SECRET
 
 UNITS = ["a", "b", "c"]
 
 
-class SmallParams(Config):
-    root: str
-    """Root."""
-    name: str = "small"
-    """Name."""
+class SmallParams(StageParams):
+    """Nothing but what every stage has."""
 
 
 def small_stage(ran: list[str]):
@@ -39,7 +37,7 @@ def small_stage(ran: list[str]):
 
     @stage_flow
     def small(params: SmallParams) -> str:
-        stage = Stage(params.root)
+        stage = Stage(params)
         dataset = Dataset.create(stage.root, "tokens", params.name, version=1, config={}, inputs={})
         if stage.has_work(dataset):
             missing = [unit for unit in UNITS if unit not in dataset.committed()]
@@ -93,6 +91,57 @@ def test_committed_spans_end_as_cached_and_missing_ones_run_whatever_the_cache_s
 
 @pytest.mark.server
 @pytest.mark.timeout(400)
+def test_force_does_finished_work_again_in_the_same_place(prefect_server, tmp_path):
+    ran: list[str] = []
+    small = small_stage(ran)
+    params = SmallParams(root=str(tmp_path / "root"))
+    path = small(params)
+    assert small(params.model_copy(update={"force": True})) == path
+    assert ran == UNITS * 2
+    small(params)
+    assert ran == UNITS * 2
+
+
+def test_a_run_that_crashes_again_and_again_gives_up(monkeypatch, tmp_path):
+    from flows import _common
+
+    params = SmallParams(root=str(tmp_path))
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", str(_common.MAX_STARTS))
+    _common.Stage(params)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__RUN_COUNT", str(_common.MAX_STARTS + 1))
+    with pytest.raises(DFlashError, match="always crashed"):
+        _common.Stage(params)
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_no_secret_is_in_logs_parameters_artifacts_results_or_exceptions(
+    prefect_server, s3_url, monkeypatch, caplog
+):
+    """The server's database holds all that it was ever told; the bucket holds the results."""
+    from dflash_core.errors import StorageError
+
+    ran: list[str] = []
+    params = SmallParams(root=s3_url)
+    small_stage(ran)(params)
+    assert ran == UNITS
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{SECRET}-but-wrong")
+    with pytest.raises(StorageError) as refused:
+        small_stage(ran)(params.model_copy(update={"name": "other"}))
+    assert SECRET not in str(refused.value) + caplog.text
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    time.sleep(3)  # logs and events are sent in batches
+    files = list(prefect_server.folder.glob("prefect.db*"))
+    assert any(s3_url.encode() in file.read_bytes() for file in files), (
+        "the scan sees what is there"
+    )
+    root = Storage.from_url(s3_url)
+    texts = [root.get(info.key) for info in root.list()] + [file.read_bytes() for file in files]
+    assert not any(SECRET.encode() in text for text in texts)
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
 def test_the_block_for_results_in_a_bucket_stores_no_credentials(prefect_server, s3_url):
     from prefect_aws import S3Bucket
 
@@ -122,6 +171,7 @@ def test_spans_hold_every_unit_once_in_order_and_are_never_too_many():
     ("error", "again"),
     [
         ("StorageError", True),
+        ("DeviceError", True),
         ("InputError", False),
         ("MismatchError", False),
         (ConnectionError("reset"), True),

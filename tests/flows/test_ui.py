@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,15 +16,17 @@ from pathlib import Path
 import pytest
 
 from dflash_core.storage import Storage
+from tests import targets
 from tests.flows import pipeline_case as case
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
 
-@pytest.fixture
-def ui(tmp_path):
+@pytest.fixture(scope="module")
+def ui(tmp_path_factory):
     """The running command, and an environment in which `prefect` talks to its server."""
+    tmp_path = tmp_path_factory.mktemp("ui")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -60,6 +64,77 @@ def group_is_alive(group: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+@pytest.fixture
+def page():
+    """A page of a headless Chromium; screenshots go where DFLASH_SCREENSHOTS says."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    flags = ["no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
+    flags += ["disable-background-networking", "disable-component-update", "disable-sync"]
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(
+            executable_path=browser, args=[f"--{flag}" for flag in flags]
+        )
+        page = chromium.new_page(viewport={"width": 1280, "height": 800})
+        page.set_default_timeout(60_000)
+        yield page
+        chromium.close()
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_person_finds_the_form_starts_a_run_and_sees_it_work(ui, page, tmp_path):
+    _, env = ui
+    target = targets.qwen3(tmp_path / "target")
+    root = Storage.from_url(str(tmp_path / "root"))
+    tokens = case.tokens(tmp_path, root, target, count=800)
+    shots = Path(os.environ.get("DFLASH_SCREENSHOTS", tmp_path))
+    shots.mkdir(parents=True, exist_ok=True)
+    address = env["PREFECT_API_URL"].removesuffix("/api") + "/v2"
+
+    page.goto(f"{address}/deployments")
+    page.get_by_placeholder("Search deployments").fill("extract")
+    row = page.locator("main table tr").filter(has_text=re.compile(r"default\s*extract(?!_)"))
+    row.get_by_role("link", name="default").wait_for()
+    page.wait_for_timeout(1000)  # the list is still being narrowed
+    page.screenshot(path=shots / "deployments.png")
+    row.get_by_role("link", name="default").click()
+    page.get_by_role("button", name="Run", exact=True).click()
+    page.get_by_text("Custom run").click()
+
+    page.get_by_text("Path of a tokens dataset under the root").wait_for()
+    assert page.get_by_text("Packs of one extraction task.").is_visible()
+    form = {"Root": str(tmp_path / "root"), "Tokens": tokens.path, "Id": target.id}
+    for name, value in form.items():
+        page.get_by_role("textbox", name=f"{name} (Optional)", exact=True).fill(value)
+    page.screenshot(path=shots / "form.png")
+    page.get_by_role("button", name="Submit").click()
+
+    page.get_by_role("link", name="View run").click()
+    page.get_by_text("units are missing in").wait_for(timeout=120_000)
+    halfway = page.get_by_text(re.compile("extract, all units: .* left"))
+    deadline = time.monotonic() + 60
+    while (
+        not halfway.count() and time.monotonic() < deadline
+    ):  # the tab shows what was there when opened
+        page.reload()
+        page.get_by_role("tab", name="Artifacts").click()
+        page.wait_for_timeout(2000)
+    assert halfway.count()
+    page.screenshot(path=shots / "run.png")
+    assert "Running" in page.inner_text("main")
+
+    page.get_by_text("Completed", exact=True).first.wait_for(timeout=200_000)
+    page.reload()
+    page.get_by_role("tab", name="Artifacts").click()
+    page.get_by_text("extract-summary").wait_for()
+    page.screenshot(path=shots / "artifacts.png")
+    assert case.only(root, "hidden", name="demo").complete
 
 
 @pytest.mark.server

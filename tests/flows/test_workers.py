@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +19,7 @@ from dflash_core.store import verify
 from flows.params import ExtractParams
 from tests import targets
 from tests.flows import pipeline_case as case
-from tests.prefect_server import end
+from tests.prefect_server import RUNS, end, processes_of
 
 pytestmark = [pytest.mark.server, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -42,7 +42,7 @@ def wait_until(happened, what: str, timeout_s: float = 180):
     deadline = time.monotonic() + timeout_s
     while not (answer := happened()):
         assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.1)
+        time.sleep(0.4)
     return answer
 
 
@@ -88,8 +88,8 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
     from flows.extract import extract
 
     root = Storage.from_url(s3_url)
-    tokens = case.tokens(tmp_path, root, target)
-    asked = params(root, tokens, target, units_per_run=4, span_packs=1)
+    tokens = case.tokens(tmp_path, root, target, count=24)
+    asked = params(root, tokens, target, units_per_run=6, span_packs=1)
     children = {}
 
     def states() -> list:
@@ -103,8 +103,6 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
         wait_until(lambda: states().count(StateType.RUNNING) == 2, "two workers work")
         end(workers.pop(0), signal.SIGKILL)
         workers.append(prefect_server.worker("one-again", "gpu"))
-
-    import threading
 
     prefect_server.deploy("-s", "gpu_runs=2")
     workers = [prefect_server.worker(name, "gpu") for name in ("one", "two")]
@@ -124,20 +122,6 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
     assert same_bytes(store, alone(root, tokens, target))
 
 
-def processes_of(home: Path, words: str) -> list[int]:
-    """Processes with these words in their command whose Prefect home is this one."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            environment = (folder / "environ").read_bytes().decode(errors="replace")
-        except OSError:
-            continue
-        if words in command and f"PREFECT_HOME={home}\0" in environment:
-            found.append(int(folder.name))
-    return found
-
-
 def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
     prefect_server, client, target, tmp_path
 ):
@@ -145,7 +129,7 @@ def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
     from prefect.states import AwaitingRetry, Cancelling
 
     root = Storage.from_url(str(tmp_path / "root"))
-    tokens = case.tokens(tmp_path, root, target, count=1500)
+    tokens = case.tokens(tmp_path, root, target, count=800)
     asked = params(root, tokens, target, device_processes=1, span_packs=64)
     store = extraction.plan(root, "case", tokens, target, asked.extract)
     home = prefect_server.folder
@@ -162,7 +146,7 @@ def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
             "extract/default", parameters={"params": asked.model_dump(mode="json")}, timeout=0
         )
         wait_until(more_than(5), "packs are committed")
-        (flow,) = processes_of(home, "prefect.flow_engine") or processes_of(home, "prefect.engine")
+        (flow,) = processes_of(home, *RUNS)
         os.kill(flow, signal.SIGKILL)
         wait_until(lambda: not processes_of(home, "device_work"), "the device process is gone", 30)
         crashed = case.write_ids(store)

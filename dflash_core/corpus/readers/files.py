@@ -1,7 +1,8 @@
 """Rows of files and Hugging Face datasets, shared by the readers of published layouts.
 
-Files are .jsonl, .jsonl.gz, .json (an array, or an object with one array in it) and .parquet, given
-as a local path or an s3:// URL; a folder or prefix stands for all such files below it, by name.
+Files are .jsonl, .json (an array, or an object with one array in it), both also as .gz or .zst, and
+.parquet, given as a local path or an s3:// URL; a folder or prefix stands for all such files below it,
+by name.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, cast
 
 from dflash_core.config import SourceConfig
 from dflash_core.corpus.rows import Conversation, Malformed, Reject
@@ -23,32 +26,72 @@ from dflash_core.errors import DFlashError, InputError
 from dflash_core.manifest import canonical_json, sha256
 from dflash_core.storage import Storage
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet")
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 _WINDOW = 8 * 2**20  # bytes of one request; hides the latency of a store
+_BATCH = 1024  # rows of a Parquet file that are decoded together
 
-Layout = Callable[[dict], tuple[Any, Any, dict]]
-"""Takes messages, tools and metadata out of one row, or raises Malformed."""
+Load = Callable[[], Any]
+"""Parses one row: its value, or a Malformed."""
 
 
-def read(source: SourceConfig, layout: Layout) -> Iterator[Conversation | Reject]:
-    """Every row of the source, as a conversation or as a reject with its line.
+def everything(position: int) -> bool:
+    """Wants the row at every position."""
+    return True
+
+
+class Reader:
+    """Reads one layout from files and from Hugging Face.
+
+    The layout is a module with a docstring that says what it is, `layout(record)`, which takes messages,
+    tools and metadata out of one row or raises Malformed, and `HUB_ID` where it is the layout of one set.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.__doc__ = module.__doc__
+        self._layout = module.layout
+        self.hub_id = getattr(module, "HUB_ID", "")
+
+    def read(
+        self, source: SourceConfig, wanted: Callable[[int], bool] = everything
+    ) -> Iterator[Conversation | Reject | None]:
+        """See `readers.Reader`."""
+        for position, (file, line, load) in enumerate(rows(self._placed(source))):
+            yield self._item(file, line, load()) if wanted(position) else None
+
+    def identity(self, source: SourceConfig) -> str:
+        """See `readers.Reader`."""
+        return identity(self._placed(source))
+
+    def _placed(self, source: SourceConfig) -> SourceConfig:
+        return source if source.path else source.model_copy(update={"path": self.hub_id})
+
+    def _item(self, file: str, line: int, record: Any) -> Conversation | Reject:
+        try:
+            if isinstance(record, Malformed):
+                raise record
+            if not isinstance(record, dict):
+                raise Malformed("row is not an object", type(record).__name__)
+            messages, tools, metadata = self._layout(record)
+        except Malformed as error:
+            return Reject(line, error.reason, error.detail, file)
+        return Conversation(line, messages, tools, metadata, file)
+
+
+def rows(source: SourceConfig) -> Iterator[tuple[str, int, Load]]:
+    """File, 1-based line and parser of every row of the source, in order.
 
     Raises:
         InputError: the source cannot be read.
     """
-    for file, line, record in _records(source):
-        if isinstance(record, Malformed):
-            yield Reject(line, record.reason, record.detail, file)
-            continue
-        try:
-            if not isinstance(record, dict):
-                raise Malformed("row is not an object", type(record).__name__)
-            messages, tools, metadata = layout(record)
-        except Malformed as error:
-            yield Reject(line, error.reason, error.detail, file)
-        else:
-            yield Conversation(line, messages, tools, metadata, file)
+    if not _is_files(source):
+        for line, record in enumerate(_hub_rows(source), 1):
+            yield "", line, partial(_itself, record)
+        return
+    for name, open_file in _files(source):
+        with _readable(source, name), open_file() as file:
+            for line, load in _rows_of(source, name, file):
+                yield name, line, load
 
 
 def identity(source: SourceConfig) -> str:
@@ -66,6 +109,15 @@ def identity(source: SourceConfig) -> str:
     if len(hashes) == 1:  # one file is the same under any name
         return f"sha256:{next(iter(hashes.values()))}"
     return f"sha256:{sha256(canonical_json(hashes))}"
+
+
+# --- for layouts ---------------------------------------------------------------------------------
+
+
+def require_columns(record: dict, *names: str) -> None:
+    """Raises Malformed unless the row has all of the columns."""
+    if missing := [name for name in names if name not in record]:
+        raise Malformed(f"no {missing[0]} column", f"found {', '.join(map(str, record))}")
 
 
 def metadata_of(record: dict) -> dict:
@@ -89,9 +141,9 @@ def text_of(record: dict, *names: str) -> str | None:
     return None
 
 
-def exchange(prompt: str, response: str | None, system: str | None) -> list[dict]:
+def exchange(prompt: str | None, response: str | None, system: str | None = None) -> list[dict]:
     """The messages of a single question; without an answer it is a prompt to be answered later."""
-    messages = [{"role": "system", "content": system}] if system else []
+    messages: list[dict] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": prompt})
     return messages + ([{"role": "assistant", "content": response}] if response else [])
 
@@ -179,29 +231,50 @@ class _StoredFile(io.RawIOBase):
 # --- the rows ----------------------------------------------------------------------------------
 
 
-def _records(source: SourceConfig) -> Iterator[tuple[str, int, Any]]:
-    """(file, line, row) of the whole source; a row that is no JSON is a Malformed."""
-    if not _is_files(source):
-        yield from (("", line, record) for line, record in enumerate(_hub_rows(source), 1))
-        return
-    for name, open_file in _files(source):
-        with _readable(source, name), open_file() as file:
-            yield from ((name, line, record) for line, record in _rows_of(source, name, file))
-
-
-def _rows_of(source: SourceConfig, name: str, file: io.BufferedReader) -> Iterator[tuple[int, Any]]:
+def _rows_of(
+    source: SourceConfig, name: str, file: io.BufferedReader
+) -> Iterator[tuple[int, Load]]:
     if name.endswith(".parquet"):
-        import pyarrow.parquet as pq
+        yield from enumerate(_parquet(file), 1)
+        return
+    plain = _decompressed(name, file)
+    if name.removesuffix(".gz").removesuffix(".zst").endswith(".json"):
+        for number, value in enumerate(_array(source, name, plain.read()), 1):
+            yield number, partial(_itself, value)
+        return
+    for number, line in enumerate(plain, 1):
+        if line.strip():
+            yield number, partial(_parsed, line)
 
-        batches = pq.ParquetFile(file).iter_batches(batch_size=1024)
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
-    elif name.endswith(".json"):
-        yield from enumerate(_array(source, name, file.read()), 1)
-    else:
-        lines = gzip.GzipFile(fileobj=file) if name.endswith(".gz") else file
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield number, _parsed(line)
+
+def _decompressed(name: str, file: io.BufferedReader) -> io.BufferedIOBase:
+    if name.endswith(".gz"):
+        return gzip.GzipFile(fileobj=file)
+    if name.endswith(".zst"):
+        import pyarrow as pa
+
+        return io.BufferedReader(cast("Any", pa.CompressedInputStream(file, "zstd")))
+    return file
+
+
+def _parquet(file: io.BufferedReader) -> Iterator[Load]:
+    """Parsers of the rows; a batch is turned into objects only when one of its rows is."""
+    import pyarrow.parquet as pq
+
+    for batch in pq.ParquetFile(file).iter_batches(batch_size=_BATCH):
+        found: list[dict] = []
+
+        def load(index: int, batch=batch, found=found) -> dict:
+            if not found:
+                found.extend(batch.to_pylist())
+            return found[index]
+
+        for index in range(batch.num_rows):
+            yield partial(load, index)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _parsed(line: bytes) -> Any:
@@ -262,7 +335,11 @@ def _hub_rows(source: SourceConfig) -> Iterator[dict]:
 
     try:
         yield from load_dataset(
-            source.path, split=source.split, revision=source.revision, streaming=True
+            source.path,
+            source.subset or None,
+            split=source.split,
+            revision=source.revision,
+            streaming=True,
         )
     except Exception as error:  # see _hub_commit; datasets adds its own
         raise InputError(

@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from dflash_core.config import SourceConfig
 from dflash_core.corpus.readers import files
-from dflash_core.corpus.readers.files import identity
-from dflash_core.corpus.rows import Conversation, Malformed, Reject
-
-__all__ = ["identity", "read"]
-
-
-def read(source: SourceConfig) -> Iterator[Conversation | Reject]:
-    return files.read(source, layout)
+from dflash_core.corpus.rows import Malformed
 
 
 def layout(record: dict) -> tuple[Any, Any, dict]:

@@ -1,15 +1,38 @@
-"""Data files of installed Python packages, found without importing the package."""
+"""Sources that bring their own text: data files of installed Python packages, found without importing them."""
 
 from __future__ import annotations
 
 import gzip
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
+from dflash_core.config import SourceConfig
+from dflash_core.corpus.readers.files import everything
+from dflash_core.corpus.rows import Conversation, Reject
 from dflash_core.errors import InputError
 from dflash_core.manifest import canonical_json, sha256
+
+
+class Reader:
+    """Reads a module with a docstring that says what it is, `read(source)` and `identity(source)`."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self.__doc__ = module.__doc__
+        self._module = module
+
+    def read(
+        self, source: SourceConfig, wanted: Callable[[int], bool] = everything
+    ) -> Iterator[Conversation | Reject | None]:
+        """See `readers.Reader`."""
+        for position, item in enumerate(self._module.read(source)):
+            yield item if wanted(position) else None
+
+    def identity(self, source: SourceConfig) -> str:
+        """See `readers.Reader`."""
+        return self._module.identity(source)
 
 
 def data_folder(package: str, install: str) -> Path:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from dflash_core.config import SourceConfig
 from dflash_core.corpus.readers import files
-from dflash_core.corpus.readers.files import identity
-from dflash_core.corpus.rows import Conversation, Malformed, Reject
-
-__all__ = ["identity", "read"]
+from dflash_core.corpus.rows import Malformed
 
 PROMPTS = ("prompt", "question", "query", "input")
 RESPONSES = ("response", "answer", "completion", "output")
-
-
-def read(source: SourceConfig) -> Iterator[Conversation | Reject]:
-    return files.read(source, layout)
 
 
 def layout(record: dict) -> tuple[Any, Any, dict]:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
-from dflash_core.config import SourceConfig
 from dflash_core.corpus.readers import files
-from dflash_core.corpus.readers.files import identity
-from dflash_core.corpus.rows import Conversation, Malformed, Reject
-
-__all__ = ["identity", "read"]
+from dflash_core.corpus.rows import Malformed
 
 ROLES = {"bard": "assistant", "bing": "assistant", "chatgpt": "assistant", "observation": "tool"}
 """Speakers of this layout beside those that every layout knows (human, gpt, model, function)."""
-
-
-def read(source: SourceConfig) -> Iterator[Conversation | Reject]:
-    return files.read(source, layout)
 
 
 def layout(record: dict) -> tuple[Any, Any, dict]:

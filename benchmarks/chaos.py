@@ -1,0 +1,225 @@
+"""Chaos: a pipeline on two workers, a Prefect server and an S3 server, while all of them are killed.
+
+    python -m benchmarks.chaos --rounds 10 --log chaos.log
+
+An undisturbed run comes first. Then the same request runs in an empty bucket prefix, spread over workers, and
+each round kills one thing with SIGKILL at a random time: a worker, the process of a run, the S3 server, the
+Prefect server. What was killed is started again a few seconds later, as systemd would; runs are started
+again by the automations of `dflash deploy`. A pipeline that ends before the rounds do is followed by another.
+At the end every object of hidden states, checkpoints and export must have the bytes of the undisturbed
+run, and no object of a committed pack may be younger than its commit record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dflash_core.config import TargetConfig
+from dflash_core.manifest import Dataset, sha256
+from dflash_core.storage import Storage
+from tests import targets
+from tests.flows import pipeline_case as case
+from tests.prefect_server import RUNS, PrefectServer, end, processes_of
+from tests.s3 import BUCKET, S3Server
+
+COMPARED = ("tokens", "hidden", "runs", "exports")
+# Who wrote what when, and the model card, which quotes measured speed: these differ between two runs.
+NOT_COMPARED = ("_commits/", "manifest.json", "README.md", "metrics/")
+VICTIMS = ("worker", "run", "s3", "server")
+FINAL = ("Completed", "Failed", "Cancelled")
+
+
+@dataclass
+class Service:
+    """The processes of a small installation; a supervisor starts again whatever is not running."""
+
+    folder: Path
+    log: Callable[[str], None]
+    workers: dict[str, subprocess.Popen] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("s3", "prefect"):
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+        self.s3 = S3Server(self.folder / "s3")
+        self.s3.start()
+        os.environ.update(self.s3.environment)
+        self.server = PrefectServer(self.folder / "prefect")
+        self.server.start()
+        os.environ.update(self.server.environment)
+        self.server.deploy("-s", "gpu_runs=2")
+
+    def supervise(self) -> None:
+        """Starts each worker that is not running."""
+        for name, queue in (("cpu", "cpu"), ("gpu-one", "gpu"), ("gpu-two", "gpu")):
+            worker = self.workers.get(name)
+            if worker is None or worker.poll() is not None:
+                if worker is not None:
+                    self.log(f"worker {name} is gone (exit status {worker.poll()}), started again")
+                limit = "4" if queue == "cpu" else "1"
+                self.workers[name] = self.server.worker(name, queue, limit=limit)
+
+    def kill(self, victim: str, chance: random.Random) -> str:
+        """Kills it, waits a few seconds, starts it again. Returns what it was."""
+        pause = chance.uniform(2, 8)
+        if victim == "s3":
+            self.s3.kill()
+            time.sleep(pause)
+            self.s3.start()
+            return f"S3 server, away for {pause:.0f} s"
+        if victim == "server":
+            self.server.kill()
+            time.sleep(pause)
+            self.server.start()
+            return f"Prefect server, away for {pause:.0f} s and its start"
+        if victim == "worker":
+            name = chance.choice(list(self.workers))
+            end(self.workers[name], signal.SIGKILL)
+            time.sleep(pause)
+            return f"worker {name}"
+        runs = processes_of(self.server.folder, *RUNS)
+        if not runs:
+            return "no run: none had a process"
+        chosen = chance.choice(runs)
+        os.kill(chosen, signal.SIGKILL)
+        return f"process of a run, one of {len(runs)}"
+
+    def close(self) -> None:
+        """Ends everything that was started here."""
+        for worker in self.workers.values():
+            end(worker, signal.SIGTERM)
+        for pid in processes_of(self.server.folder, *RUNS, "dflash_core"):
+            os.kill(pid, signal.SIGKILL)
+        self.server.stop()
+        self.s3.stop()
+
+
+def start_pipeline(params: dict) -> str:
+    """A run of pipeline/cluster; returns its id."""
+    params = params | {"stages_run": "as-deployments"}
+    params["runtime"] = params["runtime"] | {"units_per_run": 24, "span_packs": 4}
+    code = (
+        "import json, sys; from prefect.deployments import run_deployment; "
+        "run = run_deployment('pipeline/cluster', parameters={'params': json.load(sys.stdin)}, timeout=0); "
+        "print(run.id)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(params),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.split()[-1]
+
+
+def state_of(service: Service, run_id: str) -> str:
+    """Name of the run's state; empty while the server does not answer."""
+    import urllib.request
+
+    try:
+        with urllib.request.urlopen(
+            f"{service.server.api_url}/flow_runs/{run_id}", timeout=5
+        ) as got:
+            return json.load(got)["state"]["name"]
+    except OSError:
+        return ""
+
+
+def contents(root: Storage) -> dict[str, str]:
+    """sha256 by key of every object that must be the same after any history."""
+    return {
+        f"{stage}/{info.key}": sha256(root.child(stage).get(info.key))
+        for stage in COMPARED
+        for info in root.child(stage).list()
+        if not any(part in info.key for part in NOT_COMPARED)
+    }
+
+
+def run(rounds: int, seed: int, folder: Path, limit_s: float) -> Iterator[str]:
+    """Lines of the log; raises AssertionError when something is not as it must be."""
+    lines: list[str] = []
+    began = time.monotonic()
+    chance = random.Random(seed)
+    target: TargetConfig = targets.qwen3_5_text(folder / "target")
+    service = Service(folder, lines.append)
+
+    def stamp(text: str) -> str:
+        return f"{time.monotonic() - began:7.1f} s  {text}"
+
+    def pending() -> Iterator[str]:
+        while lines:
+            yield stamp(lines.pop(0))
+
+    try:
+        whole = f"s3://{BUCKET}/undisturbed"
+        process = case.start(folder, case.parameters(folder, whole, target), {})
+        case.finish(folder, process, timeout_s=limit_s)
+        expected = contents(Storage.from_url(whole))
+        yield stamp(f"undisturbed run done: {len(expected)} objects to compare")
+        service.supervise()
+        victims = chance.sample(VICTIMS * -(-rounds // len(VICTIMS)), rounds)
+        number = 0
+        while victims or not number:
+            number += 1
+            url = f"s3://{BUCKET}/chaos-{number}"
+            run_id = start_pipeline(case.parameters(folder, url, target))
+            yield stamp(f"pipeline {number} started")
+            next_kill = time.monotonic() + chance.uniform(5, 40)
+            while (state := state_of(service, run_id)) not in FINAL:
+                assert time.monotonic() - began < limit_s, f"{state}: no end within {limit_s:.0f} s"
+                service.supervise()
+                yield from pending()
+                if victims and time.monotonic() > next_kill:
+                    what = service.kill(victims.pop(), chance)
+                    done = rounds - len(victims)
+                    yield stamp(f"round {done}: killed {what}")
+                    next_kill = time.monotonic() + chance.uniform(5, 40)
+                time.sleep(1)
+            yield stamp(f"pipeline {number} ended as {state}")
+            assert state == "Completed", f"pipeline {number} ended as {state}"
+            root = Storage.from_url(url)
+            found = contents(root)
+            differing = sorted(
+                key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)
+            )
+            assert not differing, f"objects differ from the undisturbed run: {differing[:10]}"
+            store: Dataset = case.only(root, "hidden")
+            twice = case.done_twice(store)
+            assert not twice, f"written after they were committed: {twice[:10]}"
+            yield stamp(
+                f"pipeline {number}: {len(found)} objects equal, no committed pack written twice"
+            )
+        yield stamp(f"{rounds} kills, {number} pipelines, all as undisturbed")
+    finally:
+        service.close()
+
+
+def main() -> None:
+    """Prints the log and keeps it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=60, help="give up after so long")
+    parser.add_argument("--log", type=Path, default=Path("chaos.log"))
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, options.log.open("w") as log:
+        for line in run(options.rounds, options.seed, Path(folder), options.minutes * 60):
+            print(line, flush=True)
+            print(line, file=log, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""What an exported drafter says of itself: a model card for people, and the requests it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from dflash_core.checkpoint import shape_as_json
+from dflash_core.config import ExportConfig, TargetConfig
+from dflash_core.engines import serving_notes
+from dflash_core.manifest import Dataset
+from dflash_core.model import DrafterShape
+
+_INPUT_STAGES = ("runs", "hidden", "tokens", "corpora", "evaluations")
+
+
+def provenance_of(run: Dataset, evaluation: Dataset | None, step: int) -> dict:
+    """Every request that led here, by path, with the fingerprints it read; and what was measured."""
+    requests = {dataset.path: _described(dataset) for dataset in lineage(run)}
+    body = {"step": step, "target": run.facts["contract"], "datasets": requests}
+    if evaluation is not None:
+        body["evaluation"] = _described(evaluation) | {"path": evaluation.path}
+    return body
+
+
+def lineage(dataset: Dataset) -> Iterator[Dataset]:
+    """The dataset and, as far as they lie under their usual names, those it was made from."""
+    yield dataset
+    for digest in dataset.request["inputs"].values():
+        for stage in _INPUT_STAGES:
+            try:
+                parent = Dataset.open(dataset.root, f"{stage}/{dataset.name}-{digest}")
+            except FileNotFoundError:
+                continue
+            if parent.complete:
+                yield from lineage(parent)
+
+
+def public_name(target: TargetConfig) -> str:
+    """How the target is called elsewhere: its hub id, or the last part of a local folder."""
+    path = Path(target.id).expanduser()
+    return path.name if path.is_dir() else target.id
+
+
+def model_card(
+    name: str,
+    layout: str,
+    shape: DrafterShape,
+    target: TargetConfig,
+    config: ExportConfig,
+    provenance: dict,
+) -> str:
+    """README.md: what it is, how it is served, what was measured, on what it was trained and how."""
+    evaluation = provenance.get("evaluation")
+    notes = [f"- {note}" for note in serving_notes(shape)]
+    return _CARD.format(
+        name=name,
+        target=config.target_name or public_name(target),
+        revision=provenance["target"]["target_revision"],
+        block_size=shape.block_size,
+        acceptance=_measured(evaluation) if evaluation else "Its acceptance was not measured.",
+        use=_USE[layout].format(
+            target=config.target_name or public_name(target),
+            block_size=shape.block_size,
+            num_drafts=shape.block_size - 1,
+        ),
+        notes="\n".join(["", *notes, ""]) if notes else "",
+        shape=_table(("field", "value"), shape_as_json(shape).items()),
+        weights=_weights(config),
+        step=provenance["step"],
+        data=_data(provenance),
+        recipe=_recipe(provenance),
+        lineage=_table(
+            ("dataset", "facts"),
+            (
+                (f"`{path}`", _headline(body["facts"]))
+                for path, body in provenance["datasets"].items()
+            ),
+        ),
+    )
+
+
+_CARD = """\
+---
+base_model: {target}
+tags: [speculative-decoding, dflash]
+library_name: transformers
+---
+
+# {name}: a DFlash drafter for {target}
+
+Proposes blocks of {block_size} tokens that the target verifies in one forward; the output stays the
+target's own. It holds neither embedding nor full head, so it works with this target only
+(`{target}`, revision `{revision}`).
+
+{acceptance}
+
+## Use
+
+{use}
+{notes}
+## Shape
+
+{shape}
+
+Layer id k is the output of decoder layer k, 0-based; Hugging Face keeps it at `hidden_states[k + 1]`.
+{weights}
+
+## Data
+
+{data}
+
+## Recipe
+
+{recipe}
+
+## Made from
+
+Step {step} of the run below. Settings of every stage, and what each reported, are in `provenance.json`.
+
+{lineage}
+"""
+
+_USE = {
+    "z-lab": """\
+    vllm serve {target} --speculative-config '{{"method": "dflash", "model": "<this directory>", "num_speculative_tokens": {num_drafts}}}'
+    python -m sglang.launch_server --model-path {target} --speculative-algorithm DFLASH \\
+        --speculative-draft-model-path <this directory> --speculative-num-draft-tokens {block_size}
+""",
+    "speculators": """\
+    vllm serve {target} --speculative-config '{{"model": "<this directory>", "num_speculative_tokens": {num_drafts}}}'
+
+SGLang does not read this layout.
+""",
+}
+
+
+def _measured(evaluation: dict) -> str:
+    """The headline of an evaluation: what was accepted, on which prompts, in which mode."""
+    facts, config = evaluation["facts"], evaluation["config"]
+    after = facts["after"]
+    low, high = after["interval"]
+    return (
+        f"Measured on {after['num_prompts']} held-out prompts, greedy, {config['max_new_tokens']} tokens at "
+        f"most, thinking {'on' if config['thinking'] else 'off'} (`{evaluation['path']}`): acceptance length "
+        f"**{after['acceptance_length']:.2f}** of {facts['block_size']}, bonus token counted, 95 % interval "
+        f"{low:.2f} to {high:.2f} over prompts; {after['num_lossless']} of {after['num_prompts']} answers equal "
+        f"plain decoding token for token; {after['speed_up']:.2f} times as fast as {facts['baseline']}."
+    )
+
+
+def _weights(config: ExportConfig) -> str:
+    text = {
+        "bfloat16": "Weights are rounded to bfloat16.",
+        "int8": "Weights of MLPs and output projections are INT8 with a scale a channel, the others bfloat16.",
+        "fp8": "Weights of MLPs and output projections are FP8 with a scale a channel, the others bfloat16.",
+    }[config.weights]
+    if config.draft_vocab_size:
+        text += (
+            f" It proposes from {config.draft_vocab_size:,} tokens, those that the target wrote most often in the "
+            "training text, with head rows of its own."
+        )
+    return text
+
+
+def _data(provenance: dict) -> str:
+    """Where the conversations came from, and whose answers were learned."""
+    corpora = _of_stage(provenance, "corpora")
+    if not corpora:
+        return "Not known here; see the fingerprints below."
+    sources = corpora[-1]["config"].get("sources", [])
+    lines = [
+        f"- {source['name']}: `{source.get('path') or source.get('reader')}`"
+        + (f" at {source['revision']}" if source.get("path") and source.get("revision") else "")
+        for source in sources
+    ]
+    answered = any("temperature" in body["config"] for body in corpora)
+    text = "Answers are the target's own." if answered else "Answers are those of the sources."
+    return "\n".join([*lines, "", text]).strip()
+
+
+def _recipe(provenance: dict) -> str:
+    """The training configuration, the drafter's shape apart."""
+    runs = _of_stage(provenance, "runs")
+    values = {key: value for key, value in runs[0]["config"].items() if not isinstance(value, dict)}
+    return _table(("setting", "value"), values.items())
+
+
+def _of_stage(provenance: dict, stage: str) -> list[dict]:
+    return [body for path, body in provenance["datasets"].items() if path.startswith(f"{stage}/")]
+
+
+def _described(dataset: Dataset) -> dict:
+    request = {key: dataset.request[key] for key in ("fingerprint", "version", "config", "inputs")}
+    facts = {key: value for key, value in dataset.facts.items() if key != "parts"}
+    return {**request, "facts": facts}
+
+
+def _table(head: tuple[str, str], rows) -> str:
+    lines = [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join([f"| {head[0]} | {head[1]} |", "| --- | --- |", *lines])
+
+
+def _headline(facts: dict) -> str:
+    """The plain numbers of a dataset's facts."""
+    return ", ".join(
+        f"{key} {value:,.6g}" if isinstance(value, float) else f"{key} {value:,}"
+        for key, value in facts.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    )
