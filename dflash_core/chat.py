@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from dflash_core.errors import InputError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _CALL = {"type": "function", "function": {"name": "probe_name", "arguments": '{"probe_key": 1}'}}
@@ -26,7 +28,10 @@ class Chat:
     Attributes:
         tokenizer: a fast tokenizer.
         after_answer: what the template prints after an answer that ends a conversation.
-        end_of_turn: id of the token in it that ends an assistant's turn.
+        after_turn: that, and what it prints after a tool call, where that differs.
+        end_of_turn: id of the token in `after_answer` that ends an assistant's turn.
+        ends_of_turn: that, and the token that ends a turn with a call (gpt-oss has another one).
+        counts: texts rendered and tokens encoded so far (`renders`, `encoded_tokens`).
         switchable: whether the template has a thinking switch.
         separators: ids of added tokens. Encoding never merges across them, so text on both sides of one
             can be encoded apart.
@@ -51,16 +56,19 @@ class Chat:
             )
         text = template if isinstance(template, str) else json.dumps(template)
         self.tokenizer = tokenizer
+        self.counts: Counter[str] = Counter()
         self._encode_short = functools.lru_cache(maxsize=256)(
             lambda text: tuple(self._encode(text))
         )
         self.switchable = "enable_thinking" in text
         self._options = {"enable_thinking": thinking} if self.switchable else {}
         self._drop_reasoning = self.switchable and not thinking
-        self._call_form = next(filter(self._prints_calls, _CALL_FORMS), _CALL_FORMS[0])
         self.separators = set(tokenizer.get_added_vocab().values())
         self.after_answer = self._find_after_answer()
         self.end_of_turn = self._find_end_of_turn()
+        self.after_turn, self.ends_of_turn = {self.after_answer}, {self.end_of_turn}
+        self._call_form = next(filter(self._prints_calls, _CALL_FORMS), _CALL_FORMS[0])
+        self.counts.clear()
 
     def render(self, messages: list[dict], tools: list[dict] | None, *, prompt: bool) -> str:
         """The text of a conversation; with `prompt`, up to where the assistant begins to write.
@@ -71,6 +79,7 @@ class Chat:
         Raises:
             Unrenderable: the template cannot print it.
         """
+        self.counts["renders"] += 1
         apply: Any = self.tokenizer.apply_chat_template
         turns = [self._for_template(message) for message in messages]
         try:
@@ -87,7 +96,9 @@ class Chat:
         return list(self._encode_short(text)) if len(text) < 200 else self._encode(text)
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        self.counts["encoded_tokens"] += len(ids)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         """The text of the ids, special tokens printed."""
@@ -96,6 +107,15 @@ class Chat:
         )
         assert isinstance(text, str)
         return text
+
+    def decode_all(self, many: list[list[int]]) -> list[str]:
+        """The texts of many lists of ids at once, special tokens printed."""
+        return self._backend.decode_batch(many, skip_special_tokens=False)
+
+    def normalized(self, text: str) -> str:
+        """The text after the tokenizer's own normalization (Qwen: Unicode NFC)."""
+        normalizer = self._backend.normalizer
+        return normalizer.normalize_str(text) if normalizer else text
 
     def encode_with_offsets(
         self, texts: list[str]
@@ -106,7 +126,16 @@ class Chat:
         found = self.tokenizer(
             texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
+        self.counts["encoded_tokens"] += sum(map(len, found["input_ids"]))
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    @property
+    def _special(self) -> set[int]:
+        return self.separators | {self.tokenizer.eos_token_id}
+
+    @property
+    def _backend(self) -> Tokenizer:
+        return self.tokenizer.backend_tokenizer
 
     def _for_template(self, message: dict) -> dict:
         """The message in the form that this template prints."""
@@ -128,7 +157,14 @@ class Chat:
             text = self.render(called, None, prompt=False)
         except Unrenderable:
             return False
-        return "probe_name" in text and "probe_key" in text
+        if "probe_name" not in text or "probe_key" not in text:
+            return False
+        [(ids, offsets)] = self.encode_with_offsets([text])
+        last = max((i for i, token in enumerate(ids) if token in self._special), default=None)
+        if last is not None and offsets[last][0] > text.rindex("probe_key"):
+            self.after_turn.add(text[offsets[last][0] :])
+            self.ends_of_turn.add(ids[last])
+        return True
 
     def _find_after_answer(self) -> str:
         question = {"role": "user", "content": "x"}
@@ -149,9 +185,8 @@ class Chat:
 
     def _find_end_of_turn(self) -> int:
         """The first special token that the template prints after an answer, whatever the answer is."""
-        special = self.separators | {self.tokenizer.eos_token_id}
         for token in self.encode(self.after_answer):
-            if token in special:
+            if token in self._special:
                 return token
         raise InputError(
             f"the chat template of {self.tokenizer.name_or_path!r} prints {self.after_answer!r} after an "

@@ -113,23 +113,54 @@ class RegenerateConfig(Config):
     """Sampling temperature as served; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling as served."""
+    top_k: int = Field(default=0, ge=0)
+    """Sample from this many most probable tokens only, as served; 0 takes all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Leave out tokens below this share of the most probable one's probability, as served."""
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """Penalty of tokens that the answer holds already, as served; servers only."""
     thinking: bool = False
     """Ask the target to think before it answers. Must match how it is served."""
+    thinking_share: float = Field(default=1.0, ge=0, le=1)
+    """With `thinking`, the share of rows that are answered with it, drawn by content hash; the others are
+    answered without, and every row names its mode."""
     seed: int = 0
     """Seed of sampled answers."""
     rows_per_part: int = Field(default=128, ge=1)
     """Rows committed together; the unit of resume."""
 
 
+class EndpointsConfig(Config):
+    """Servers of the target that speak OpenAI's chat protocol: vLLM, SGLang, llama.cpp, `transformers serve`.
+
+    Never part of a fingerprint: which server answers changes no more than rounding.
+    """
+
+    urls: list[str] = []
+    """Base addresses, such as http://gpu1:8000/v1; empty loads the target into this process."""
+    model: str = ""
+    """Name by which the servers know the target; empty takes the one that they list."""
+    api_key_variable: str = ""
+    """Environment variable that holds the API key, where the servers want one. Never the key itself."""
+    requests_per_url: int = Field(default=64, ge=1)
+    """Answers that one server writes at a time."""
+    timeout_s: float = Field(default=1800, gt=0)
+    """Longest wait for one answer; then it is asked for again."""
+    patience_s: float = Field(default=600, ge=0)
+    """How long servers may all be unreachable before the run stops. What was answered stays."""
+
+
 class TokenizeConfig(Config):
     """Conversations to token ids, loss masks and the pack plan."""
 
     thinking: bool = False
-    """Thinking mode of the chat template. Must match how the target is served."""
+    """Thinking mode of the chat template. Must match how the target is served. Rows that name their own
+    mode (`metadata.thinking`, as regeneration writes it) are printed in that."""
     pack_tokens: int = Field(default=16_384, ge=64)
     """Rows of a pack: one forward of the target, one unit of extraction, one training sequence."""
-    too_long: Literal["cut", "drop"] = "cut"
-    """What happens to a conversation longer than a pack: keep its beginning, or reject it."""
+    too_long: Literal["cut", "cut at turn", "drop"] = "cut"
+    """What happens to a conversation longer than a pack: keep its beginning, keep its beginning up to the
+    end of the last answer that fits, or reject it."""
     rows_per_part: int = Field(default=4096, ge=1)
     """Rows committed together; the unit of resume."""
 

@@ -13,6 +13,10 @@ class StorageError(DFlashError, OSError):
     """The object store refuses us or cannot be reached."""
 
 
+class UnreachableError(DFlashError):
+    """A server that is to answer does not."""
+
+
 class IncompleteError(DFlashError):
     """A dataset is used before its manifest exists."""
 

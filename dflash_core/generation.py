@@ -5,19 +5,16 @@ Shape letters: B sequences, T tokens of the longest prompt, V vocabulary.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from dflash_core.answers import Answer, Prompt, read_answer
 from dflash_core.chat import Chat, Unrenderable
 from dflash_core.config import RegenerateConfig, Runtime, TargetConfig
-from dflash_core.corpus.normalization import split_reasoning, tool_call
-from dflash_core.corpus.regeneration import Answer, Prompt
-from dflash_core.corpus.rows import Malformed, Message
+from dflash_core.errors import InputError
 from dflash_core.manifest import sha256
 from dflash_core.target import (
     load_causal_lm,
@@ -31,7 +28,6 @@ from dflash_core.target_cache import cache_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 # A batch is narrowed once this share of it has ended; selecting rows copies the cache.
 _NARROW_AT = 0.25
 _RAGGED = 1.5  # longest prompt of a batch over its shortest, where padding is expensive
@@ -45,15 +41,23 @@ class LocalAnswerer:
         """Loads tokenizer and weights.
 
         Raises:
-            InputError: the target cannot be loaded or lacks its fast kernels on a GPU.
+            InputError: the target cannot be loaded or lacks its fast kernels on a GPU, or is to be sampled in
+                a way that only servers know.
         """
+        if config.presence_penalty:
+            raise InputError(
+                f"presence_penalty is {config.presence_penalty}, which a target in this process does not "
+                "apply; set it to 0 or name the servers to ask in endpoints.urls"
+            )
         device = resolve_device(runtime.device)
-        self.chat = Chat(load_tokenizer(target), config.thinking)
+        tokenizer = load_tokenizer(target)
+        self.chats = {mode: Chat(tokenizer, mode) for mode in (False, True)}
         self.model = load_causal_lm(target, device)
         require_fast_kernels(self.model, device, runtime.slow_kernels)
         self.config = config
         self.batch = runtime.generate_batch
-        self.stop_ids = stop_ids(self.model, self.chat)
+        self.pad_id: int = tokenizer.pad_token_id or 0
+        self.stop_ids = stop_ids(self.model, self.chats[config.thinking])
         self.max_tokens: int = getattr(text_config(target), "max_position_embeddings", 2**31)
 
     def answer(self, prompts: list[Prompt]) -> list[Answer]:
@@ -61,12 +65,13 @@ class LocalAnswerer:
         answers: dict[int, Answer] = {}
         encoded: dict[int, tuple[str, list[int]]] = {}
         for index, prompt in enumerate(prompts):
+            chat = self.chats[prompt.thinking]
             try:
-                text = self.chat.render(prompt.messages, prompt.tools, prompt=True)
+                text = chat.render(prompt.messages, prompt.tools, prompt=True)
             except Unrenderable as error:
                 answers[index] = Answer(None, reason="template cannot print it", detail=str(error))
                 continue
-            ids = self.chat.encode(text)
+            ids = chat.encode(text)
             if len(ids) + self.config.max_new_tokens > self.max_tokens:
                 answers[index] = Answer(None, reason="longer than the target's context")
             else:
@@ -78,12 +83,13 @@ class LocalAnswerer:
                 [encoded[index][1] for index in some],
                 self.config.max_new_tokens,
                 self.stop_ids,
-                self.chat.tokenizer.pad_token_id or 0,
+                self.pad_id,
                 picks,
             )
             for index, tokens in zip(some, written, strict=True):
-                text = encoded[index][0]
-                answers[index] = read_answer(self.chat, prompts[index], text, tokens, self.stop_ids)
+                prompt, text = prompts[index], encoded[index][0]
+                chat = self.chats[prompt.thinking]
+                answers[index] = read_answer(chat, prompt, text, tokens, self.stop_ids)
         return [answers[index] for index in range(len(prompts))]
 
     def _batches(self, lengths: dict[int, int]) -> Iterator[list[int]]:
@@ -103,65 +109,12 @@ class LocalAnswerer:
             yield batch
 
 
-def read_answer(
-    chat: Chat, prompt: Prompt, prompt_text: str, tokens: list[int], stop_ids: Collection[int]
-) -> Answer:
-    """The tokens as a message that the template prints as they were written, where there is one."""
-    cut = not tokens or tokens[-1] not in stop_ids
-    text = chat.decode(tokens if cut else tokens[:-1])
-    wanted = prompt_text + text
-    readings = readings_of(text, opened=prompt_text.rstrip().endswith("<think>"))
-    for message in readings:
-        try:
-            shown = chat.render([*prompt.messages, message], prompt.tools, prompt=False)
-        except Unrenderable:
-            continue
-        if shown.startswith(wanted) if cut else shown == wanted + chat.after_answer:
-            return Answer(message, len(tokens), cut, exact=True, num_characters=len(text))
-    return Answer(readings[0], len(tokens), cut, exact=False, num_characters=len(text))
-
-
 def stop_ids(model: PreTrainedModel, chat: Chat) -> set[int]:
     """Ids that end an answer: the template's end of turn, and what tokenizer and checkpoint name."""
     named: Any = model.generation_config.eos_token_id if model.generation_config else None
     named = named if isinstance(named, list) else [named]
-    ids = {chat.end_of_turn, chat.tokenizer.eos_token_id, *named}
+    ids = {*chat.ends_of_turn, chat.tokenizer.eos_token_id, *named}
     return {index for index in ids if index is not None}
-
-
-def readings_of(text: str, *, opened: bool) -> list[Message]:
-    """Messages an assistant's text may stand for, the most structured first, the text as it is last.
-
-    Args:
-        text: what the target wrote, without its end token.
-        opened: the prompt ended inside a reasoning block.
-    """
-    reasoning, content = split_reasoning(text, opened=opened)
-    if reasoning is None and opened and "</think>" not in text:
-        reasoning, content = text, ""
-    found = []
-    for thought, rest in ((reasoning, content), (None, text)):
-        base: Message = {"role": "assistant", "content": rest}
-        if thought:
-            base["reasoning_content"] = thought
-        if calls := _calls(rest):
-            before = rest[: rest.index("<tool_call>")]
-            for kept in (before.rstrip("\n"), before):
-                found.append({**base, "content": kept or None, "tool_calls": calls})
-        found.append(base)
-    return found
-
-
-def _calls(text: str) -> list[dict]:
-    """The calls a text ends with, when all of them parse; else none."""
-    start = text.find("<tool_call>")
-    blocks = text[start:] if start >= 0 else ""
-    if not blocks or _CALL.sub("", blocks):
-        return []
-    try:
-        return [tool_call(json.loads(block)) for block in _CALL.findall(blocks)]
-    except (ValueError, RecursionError, Malformed):
-        return []
 
 
 # --- tokens ------------------------------------------------------------------------------------
@@ -239,23 +192,26 @@ def _picker(config: RegenerateConfig, keys: list[str], device: torch.device) -> 
         generator = torch.Generator().manual_seed(seed)
         streams.append(torch.rand(config.max_new_tokens, generator=generator))
     uniform = torch.stack(streams).to(device)
-    return lambda logits_BV, alive, step: sample(
-        logits_BV, uniform[alive, step], config.temperature, config.top_p
-    )
+    return lambda logits_BV, alive, step: sample(logits_BV, uniform[alive, step], config)
 
 
-def sample(logits_BV: Tensor, uniform_B: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Nucleus sampling by inverting the cumulative distribution at `uniform_B` in [0, 1).
+def sample(logits_BV: Tensor, uniform_B: Tensor, config: RegenerateConfig) -> Tensor:
+    """Samples by inverting the cumulative distribution at `uniform_B` in [0, 1).
 
-    The nucleus is the smallest set of most probable tokens with at least `top_p` of the probability.
+    Temperature first; of the `top_k` most probable tokens, those with at least `min_p` of the greatest
+    probability; of these the smallest set of most probable ones with at least `top_p` of what is left.
     """
-    probability_BV = (logits_BV.float() / temperature).softmax(-1)
+    probability_BV = (logits_BV.float() / config.temperature).softmax(-1)
     sorted_BV, order_BV = probability_BV.sort(-1, descending=True)
+    if config.top_k:
+        sorted_BV[:, config.top_k :] = 0
+    sorted_BV = sorted_BV.masked_fill(sorted_BV < config.min_p * sorted_BV[:, :1], 0)
+    sorted_BV = sorted_BV / sorted_BV.sum(-1, keepdim=True)
     before_BV = sorted_BV.cumsum(-1) - sorted_BV
-    sorted_BV = sorted_BV.masked_fill(before_BV >= top_p, 0)
+    sorted_BV = sorted_BV.masked_fill(before_BV >= config.top_p, 0)
     cumulative_BV = sorted_BV.cumsum(-1)
     target_B1 = uniform_B[:, None] * cumulative_BV[:, -1:]
-    # The first token whose cumulative probability exceeds the target; never one outside the nucleus.
+    # The first token whose cumulative probability exceeds the target; never one that was left out.
     rank_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
     last_B1 = (sorted_BV > 0).sum(-1, keepdim=True) - 1
     return order_BV.gather(1, torch.minimum(rank_B1, last_B1))[:, 0]

@@ -1,8 +1,7 @@
 """Conversations to token ids, loss masks and the pack plan.
 
 The mask covers what the target would have generated: from the first token after the generation prompt to
-the end-of-turn token, included. The borders come from rendering the conversation up to each assistant
-turn, without and with it, and comparing; text is never searched for markers, which users may write too.
+the end-of-turn token, included. `masking` finds it; here it is made of a whole corpus, part by part.
 
 Layout of a sealed dataset, one Zarr v3 group at its root, samples in the order of the packs:
 
@@ -12,12 +11,18 @@ Layout of a sealed dataset, one Zarr v3 group at its root, samples in the order 
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import json
+import logging
+import os
 import time
-from bisect import bisect_left
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 
@@ -26,10 +31,13 @@ from dflash_core.config import TargetConfig, TokenizeConfig
 from dflash_core.corpus.rows import CORPORA, Row, num_rows, read_rows
 from dflash_core.errors import CorruptError, InputError, MismatchError
 from dflash_core.manifest import Dataset, sha256
+from dflash_core.masking import Rendering, Sample, renderings, samples_of, survives
 from dflash_core.packing import Pack, plan_packs
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
 from dflash_core.target import identify, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 STAGE = "tokens"
 VERSION = 1
@@ -83,18 +91,66 @@ def run_units(
     target: TargetConfig,
     todo: list[str],
     progress: Progress = silent,
+    processes: int = 1,
 ) -> None:
-    """Tokenizes the parts `todo` and commits each."""
+    """Tokenizes the parts `todo` and commits each, in this process or side by side in several new ones.
+
+    Raises:
+        BrokenProcessPool: a process was killed, most likely for memory; what it committed stays.
+    """
+    tokens, began = 0, time.monotonic()
+    for done, counts in enumerate(_run(dataset, corpus, target, todo, processes), 1):
+        tokens += counts.get("tokens", 0)
+        speed = tokens / (time.monotonic() - began)
+        progress(done, len(todo), {"tokens_per_s": round(speed)})
+
+
+def _run(
+    dataset: Dataset, corpus: Dataset, target: TargetConfig, todo: list[str], processes: int
+) -> Iterator[dict[str, int]]:
+    """Counts of each part as it is committed."""
+    processes = min(processes or _num_cores(), len(todo))
+    if processes <= 1:
+        chats = _Chats(target, TokenizeConfig(**dataset.config).thinking)
+        yield from (_run_unit(dataset, corpus, chats, unit) for unit in todo)
+        return
+    # Spawned, not forked: tokenizers and object stores run threads, which a fork would lose.
+    what = (dataset.root.url, dataset.path, corpus.path, target)
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(_run_in_process, *what, unit) for unit in todo]):
+            yield future.result()
+
+
+def _num_cores() -> int:
+    """Cores this process may use; a container may have fewer than the machine."""
+    named = getattr(os, "sched_getaffinity", None)
+    return len(named(0)) if named else os.cpu_count() or 1
+
+
+def _run_in_process(*what: Any) -> dict[str, int]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    *opened, unit = what
+    return _run_unit(*_opened(*opened), unit)
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(
+    url: str, path: str, corpus_path: str, target: TargetConfig
+) -> tuple[Dataset, Dataset, _Chats]:
+    """What a process needs, once for all the parts that it is given."""
+    root = Storage.from_url(url)
+    dataset = Dataset.open(root, path)
+    chats = _Chats(target, TokenizeConfig(**dataset.config).thinking)
+    return dataset, Dataset.open(root, corpus_path), chats
+
+
+def _run_unit(dataset: Dataset, corpus: Dataset, chats: _Chats, unit: str) -> dict[str, int]:
     config = TokenizeConfig(**dataset.config)
-    chat = Chat(load_tokenizer(target), config.thinking)
-    for done, unit in enumerate(todo):
-        start = int(unit.removeprefix("part-")) * config.rows_per_part
-        rows = read_rows(corpus, "train", start, start + config.rows_per_part)
-        began = time.monotonic()
-        record = _write_part(dataset, unit, _tokenize(chat, list(rows), config))
-        dataset.commit(unit, record)
-        tokens_per_s = record["counts"].get("tokens", 0) / (time.monotonic() - began)
-        progress(done + 1, len(todo), {"tokens_per_s": round(tokens_per_s)})
+    start = int(unit.removeprefix("part-")) * config.rows_per_part
+    rows = read_rows(corpus, "train", start, start + config.rows_per_part)
+    record = _write_part(dataset, unit, _tokenize(chats, list(rows), config))
+    dataset.commit(unit, record)
+    return record["counts"]
 
 
 def seal(dataset: Dataset, corpus: Dataset) -> dict:
@@ -136,6 +192,8 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         "history_rewritten": counts["history_rewritten"],
         "unsupervised_turns": counts["unsupervised_turns"],
         "dropped_samples": counts["dropped_samples"],
+        "renders_per_row": counts["renders"] / counts["rows"],
+        "encoded_per_printed_token": counts["encoded_tokens"] / max(counts["printed_tokens"], 1),
         "contract": _contract(dataset),
     }
     arrays = {
@@ -175,146 +233,43 @@ def _check_supervision(counts: Counter[str], rejected: Counter[str]) -> None:
     )
 
 
-# --- one conversation --------------------------------------------------------------------------
-
-
-class Turn(NamedTuple):
-    """A supervised turn, in characters of its rendering.
-
-    `begin` is the end of the generation prompt, `end` the end of what the template prints for the turn.
-    `ended` is False for an answer that was cut by length; `end` is then the end of what the target wrote,
-    because the end of the turn comes from the template and is left out of the mask.
-    """
-
-    begin: int
-    end: int
-    ended: bool
-
-
-class Rendering(NamedTuple):
-    """A text that becomes a sample, and its supervised turns in order; the last one ends the text."""
-
-    text: str
-    turns: list[Turn]
-
-
-class Sample(NamedTuple):
-    """Token ids, and the spans (start, stop) of them that the target would have generated."""
-
-    input_ids: list[int]
-    spans: list[tuple[int, int]]
-
-
-def renderings(chat: Chat, row: Row) -> tuple[list[Rendering], int]:
-    """The texts that together show each assistant turn as the target was served it.
-
-    A turn lies in the text of a later one when that text begins with everything up to and including the
-    turn. Templates that never rewrite history thus give one text for the whole conversation; one that
-    does (Qwen3 drops earlier reasoning) gives a text for each turn it prints differently later.
-
-    Returns:
-        The renderings in the order of their last turns, and how many turns cannot be supervised because
-        the template prints them otherwise than its own generation prompt begins.
-
-    Raises:
-        Unrenderable: the template cannot print the conversation, or leaves a tool call out.
-    """
-    places = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
-    prompts = [chat.render(row.messages[:place], row.tools, prompt=True) for place in places]
-    fulls = [chat.render(row.messages[: place + 1], row.tools, prompt=False) for place in places]
-    for place, prompt, full in zip(places, prompts, fulls, strict=True):
-        for call in row.messages[place].get("tool_calls") or ():
-            if call["function"]["name"] not in full.removeprefix(prompt):
-                raise Unrenderable("tool calls are left out")
-    servable = [k for k in range(len(places)) if fulls[k].startswith(prompts[k])]
-    uncovered, found = set(servable), []
-    for last in reversed(servable):
-        if last not in uncovered:
-            continue
-        inside = [k for k in sorted(uncovered) if k <= last and fulls[last].startswith(fulls[k])]
-        uncovered -= set(inside)
-        turns = [Turn(len(prompts[k]), len(fulls[k]), True) for k in inside]
-        if row.metadata.get("cut_by_length") and last == len(places) - 1:
-            turns[-1] = _cut_turn(chat, row, turns[-1])
-        found.append(Rendering(fulls[last], turns))
-    return found[::-1], len(places) - len(servable)
-
-
-def _cut_turn(chat: Chat, row: Row, turn: Turn) -> Turn:
-    """The turn of an answer that the target did not end; regeneration noted how much it wrote."""
-    written = row.metadata.get("written_characters")
-    end = turn.end - len(chat.after_answer) if written is None else turn.begin + written
-    return Turn(turn.begin, min(end, turn.end), False)
-
-
-def samples_of(
-    chat: Chat, rendering: Rendering, ids: list[int], offsets: list[tuple[int, int]]
-) -> list[Sample]:
-    """Token spans of the turns of an encoded rendering.
-
-    Nearly always one sample. Where the tokenizer merges the end of a prompt with the beginning of its
-    answer, the prompt's tokens are no prefix of `ids`; such a turn becomes a sample of its own, made of
-    the prompt's tokens and the answer's as the server would have had them.
-
-    Args:
-        chat: the template and tokenizer.
-        rendering: the text.
-        ids: its tokens.
-        offsets: for each token, the characters (start, end) it stands for.
-    """
-    starts = [start for start, _ in offsets]
-    samples, spans = [], []
-    for turn in rendering.turns:
-        first = bisect_left(starts, turn.begin)
-        if _is_border(chat, rendering.text, ids, offsets, first, turn.begin):
-            stop = bisect_left(starts, turn.end)
-            while not turn.ended and stop > first and offsets[stop - 1][1] > turn.end:
-                stop -= 1
-            spans.append((first, _stop(chat, ids, first, stop) if turn.ended else stop))
-            continue
-        prompt = chat.encode(rendering.text[: turn.begin])
-        whole = prompt + chat.encode(rendering.text[turn.begin : turn.end])
-        stop = _stop(chat, whole, len(prompt), len(whole)) if turn.ended else len(whole)
-        samples.append(Sample(whole, [(len(prompt), stop)]))
-    return [*samples, Sample(ids, spans)] if spans else samples
-
-
-def _stop(chat: Chat, ids: list[int], first: int, stop: int) -> int:
-    """Behind the last end-of-turn token before `stop`; one in the answer's own text is earlier."""
-    while stop > first and ids[stop - 1] != chat.end_of_turn:
-        stop -= 1
-    return stop
-
-
-def _is_border(
-    chat: Chat, text: str, ids: list[int], offsets: list[tuple[int, int]], first: int, begin: int
-) -> bool:
-    """Whether the tokens before `first` are those of text[:begin] alone.
-
-    Encoding that text anew would cost a pass for each turn. Added tokens cut a text into pieces that are
-    encoded apart, so the piece from the last of them to the border decides.
-    """
-    if first == 0 or offsets[first - 1][1] > begin:
-        return begin == 0
-    since = first - 1
-    while since > 0 and ids[since] not in chat.separators:
-        since -= 1
-    return ids[since:first] == chat.encode(text[offsets[since][0] : begin])
-
-
 # --- one part ----------------------------------------------------------------------------------
+
+
+class _Chats:
+    """The target's chat template in the thinking mode of each row."""
+
+    def __init__(self, target: TargetConfig, thinking: bool) -> None:
+        self._tokenizer, self._thinking = load_tokenizer(target), thinking
+        self._by_mode = {thinking: Chat(self._tokenizer, thinking)}
+        self.any = self._by_mode[thinking]
+
+    def of(self, row: Row) -> Chat:
+        """In the mode that the row was answered in, or that of the configuration where it does not say."""
+        mode = row.metadata.get("thinking", self._thinking)
+        if mode not in self._by_mode:
+            self._by_mode[mode] = Chat(self._tokenizer, mode)
+        return self._by_mode[mode]
+
+    def take_counts(self) -> Counter[str]:
+        """Renders and encoded tokens since the last call."""
+        taken: Counter[str] = Counter()
+        for chat in self._by_mode.values():
+            taken += chat.counts
+            chat.counts.clear()
+        return taken
 
 
 class _Part:
     """The samples of some rows, and what became of every row."""
 
-    def __init__(self, pack_tokens: int, drop: bool) -> None:
+    def __init__(self, config: TokenizeConfig) -> None:
         self.counts: Counter[str] = Counter()
         self.rejects: list[dict] = []
         self.row_ids: list[str] = []
         self.input_ids: list[np.ndarray] = []
         self.loss_mask: list[np.ndarray] = []
-        self._pack_tokens, self._drop = pack_tokens, drop
+        self._pack_tokens, self._too_long = config.pack_tokens, config.too_long
 
     def reject(self, row: Row, reason: str, detail: str = "") -> None:
         self.rejects.append({"id": row.id, "reason": reason, "detail": detail})
@@ -328,13 +283,18 @@ class _Part:
 
     def _add(self, row: Row, sample: Sample) -> str:
         """Adds one sample, or returns why not."""
-        longer = len(sample.input_ids) > self._pack_tokens
-        if longer and self._drop:
+        spans, stop = sample.spans, min(len(sample.input_ids), self._pack_tokens)
+        longer = len(sample.input_ids) > stop
+        self.counts["printed_tokens"] += len(sample.input_ids)
+        if longer and self._too_long == "drop":
             return "longer than a pack"
-        ids = np.array(sample.input_ids[: self._pack_tokens], dtype=np.uint32)
+        if longer and self._too_long == "cut at turn":
+            spans = [span for span in spans if span[1] <= stop]
+            stop = spans[-1][1] if spans else 0
+        ids = np.array(sample.input_ids[:stop], dtype=np.uint32)
         mask = np.zeros(len(ids), dtype=np.uint8)
-        for first, stop in sample.spans:
-            mask[first:stop] = 1
+        for first, end in spans:
+            mask[first:end] = 1
         supervised = int(mask.sum())
         if not supervised:
             return "no supervised token before the cut" if longer else "no supervised token"
@@ -345,14 +305,14 @@ class _Part:
         return ""
 
 
-def _tokenize(chat: Chat, rows: list[Row], config: TokenizeConfig) -> _Part:
-    """Renders all rows, encodes the texts in one call, and masks."""
-    part = _Part(config.pack_tokens, config.too_long == "drop")
+def _tokenize(chats: _Chats, rows: list[Row], config: TokenizeConfig) -> _Part:
+    """Renders all rows, encodes the texts in one call, masks, and checks by decoding."""
+    part = _Part(config)
     planned: list[tuple[Row, list[Rendering]]] = []
     for row in rows:
         part.counts["rows"] += 1
         try:
-            found, unsupervised = renderings(chat, row)
+            found, unsupervised = renderings(chats.of(row), row)
         except Unrenderable as error:
             part.reject(row, "template cannot print it", str(error))
             continue
@@ -363,10 +323,22 @@ def _tokenize(chat: Chat, rows: list[Row], config: TokenizeConfig) -> _Part:
         else:
             part.reject(row, "prompt is no prefix" if unsupervised else "no assistant turn")
     texts = [rendering.text for _, found in planned for rendering in found]
-    encoded = iter(chat.encode_with_offsets(texts))
+    encoded = iter(chats.any.encode_with_offsets(texts))
+    made: list[tuple[Row, list[tuple[Rendering, Sample]]]] = []
     for row, found in planned:
-        samples = [samples_of(chat, rendering, *next(encoded)) for rendering in found]
-        part.add(row, [sample for group in samples for sample in group])
+        chat = chats.of(row)
+        made.append(
+            (row, [(it, sample) for it in found for sample in samples_of(chat, it, *next(encoded))])
+        )
+    spans = [ids[a:b] for _, pairs in made for _, (ids, spans, _) in pairs for a, b in spans]
+    spoken = iter(chats.any.decode_all(spans))
+    for row, pairs in made:
+        said = [list(itertools.islice(spoken, len(sample.spans))) for _, sample in pairs]
+        if all(survives(chats.any, *pair, texts) for pair, texts in zip(pairs, said, strict=True)):
+            part.add(row, [sample for _, sample in pairs])
+        else:
+            part.reject(row, "answer does not survive the tokenizer")
+    part.counts += chats.take_counts()
     return part
 
 

@@ -9,6 +9,7 @@ from pydantic import Field
 from dflash_core.config import (
     Config,
     CurateConfig,
+    EndpointsConfig,
     EvaluateConfig,
     ExportConfig,
     ExtractConfig,
@@ -50,6 +51,8 @@ class RegenerateParams(StageParams):
     """The model that answers."""
     regenerate: RegenerateConfig = RegenerateConfig()
     """How many answers, how sampled."""
+    endpoints: EndpointsConfig = EndpointsConfig()
+    """Servers that answer; without, the target answers in this process."""
 
 
 class TokenizeParams(StageParams):
@@ -152,6 +155,8 @@ class PipelineParams(StageParams):
     """Conversations."""
     regenerate: RegenerateConfig = RegenerateConfig()
     """The target's own answers."""
+    endpoints: EndpointsConfig = EndpointsConfig()
+    """Servers of the target that write them; without, the target writes them in this process."""
     stages_run: Literal["here", "as-deployments"] = "here"
     """All stages in this run, or each as a run of its own deployment, taken by workers of the cpu and the gpu
     queue; extraction and regeneration by all GPU workers when runtime.units_per_run is set."""

@@ -60,7 +60,13 @@ def _stages(params: PipelineParams) -> Iterator[StageResult]:
     if params.on_policy:
         corpus = run(
             regenerate,
-            RegenerateParams(**common, **target, corpus=corpus.path, regenerate=params.regenerate),
+            RegenerateParams(
+                **common,
+                **target,
+                corpus=corpus.path,
+                regenerate=params.regenerate,
+                endpoints=params.endpoints,
+            ),
         )
         yield corpus
     tokens = run(

@@ -36,6 +36,10 @@ def check(params: StageParams) -> None:
         from dflash_core.target import identify
 
         identify(target, require_template=True)
+    for url in getattr(getattr(params, "endpoints", None), "urls", ()):
+        from dflash_core.served import base_url
+
+        base_url(url)
     if isinstance(params, PipelineParams):
         _check_drafter(params)
     if isinstance(params, ExportParams) and params.publish_to:

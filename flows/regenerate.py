@@ -5,6 +5,7 @@ from __future__ import annotations
 from dflash_core.corpus import regeneration
 from dflash_core.device_work import Job
 from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
 from flows import fan_out
 from flows._common import (
     Stage,
@@ -16,12 +17,21 @@ from flows._common import (
 )
 from flows.params import RegenerateParams
 
+PARTS_PER_TASK = 32  # servers run idle at the end of each task, when its last answers are written
+
 
 @stage_task
 def regenerate_part(params: RegenerateParams, path: str, units: list[str]) -> None:
     """Answers some parts of the corpus."""
     with progress_on_page("regenerate", ", ".join(units)) as progress:
-        workers_of(path).run(units, progress)
+        if params.endpoints.urls:
+            root = Storage.from_url(params.root)
+            dataset, corpus = Dataset.open(root, path), Dataset.open(root, params.corpus)
+            regeneration.run_served(
+                dataset, corpus, params.target, params.endpoints, units, progress
+            )
+        else:
+            workers_of(path).run(units, progress)
 
 
 @stage_flow
@@ -50,6 +60,10 @@ def regenerate(params: RegenerateParams) -> StageResult:
 
 
 def _run_here(stage: Stage, params: RegenerateParams, dataset: Dataset, units: list[str]) -> None:
+    missing = regeneration.missing(dataset)
+    if params.endpoints.urls:
+        stage.run(regenerate_part, params, units, missing, span=PARTS_PER_TASK)
+        return
     job = Job(
         stage="regenerate",
         root=stage.root.url,
@@ -58,7 +72,6 @@ def _run_here(stage: Stage, params: RegenerateParams, dataset: Dataset, units: l
         target=params.target,
         runtime=params.runtime,
     )
-    missing = regeneration.missing(dataset)
     stage.run(regenerate_part, params, units, missing, span=1, job=job)
 
 

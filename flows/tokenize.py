@@ -8,14 +8,18 @@ from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import TokenizeParams
 
+PARTS_PER_TASK = 32  # new processes take seconds to start
+
 
 @stage_task
-def tokenize_part(params: TokenizeParams, path: str, units: list[str]) -> None:
+def tokenize_parts(params: TokenizeParams, path: str, units: list[str]) -> None:
     """Tokenizes some parts of the corpus."""
     root = Storage.from_url(params.root)
     corpus = Dataset.open(root, params.corpus)
     with progress_on_page("tokenize", ", ".join(units)) as progress:
-        tokenization.run_units(Dataset.open(root, path), corpus, params.target, units, progress)
+        dataset = Dataset.open(root, path)
+        processes = params.runtime.processes
+        tokenization.run_units(dataset, corpus, params.target, units, progress, processes)
 
 
 @stage_flow
@@ -27,7 +31,7 @@ def tokenize(params: TokenizeParams) -> StageResult:
     if stage.has_work(dataset):
         units = tokenization.units(dataset, corpus)
         missing = tokenization.missing(dataset, corpus)
-        stage.run(tokenize_part, params, units, missing, span=1)
+        stage.run(tokenize_parts, params, units, missing, span=PARTS_PER_TASK)
         tokenization.seal(dataset, corpus)
     return stage.publish()
 

@@ -83,9 +83,11 @@ def _trained():
     return raw.to_str()
 
 
-def tokenizer(template: str | None = STABLE):
-    """The tokenizer with one of the templates above."""
-    from tokenizers import Tokenizer
+def tokenizer(
+    template: str | None = STABLE, markers: tuple[str, ...] = (), eos: str = "<|im_end|>"
+):
+    """The tokenizer with a chat template and the special tokens it needs beside those above."""
+    from tokenizers import AddedToken, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     made = PreTrainedTokenizerFast(
@@ -93,6 +95,8 @@ def tokenizer(template: str | None = STABLE):
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
+    made.add_tokens([AddedToken(marker, special=True) for marker in markers])
+    made.eos_token = eos
     made.chat_template = template
     return made
 

@@ -8,15 +8,18 @@ not the number of recorded results. Held-out rows are copied: evaluation decodes
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import heapq
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
-from dflash_core.config import RegenerateConfig, Runtime, TargetConfig
+from dflash_core.answers import Answer, Prompt
+from dflash_core.config import EndpointsConfig, RegenerateConfig, Runtime, TargetConfig
 from dflash_core.corpus.rows import (
     CORPORA,
     Message,
@@ -32,7 +35,7 @@ from dflash_core.corpus.rows import (
     write_part,
 )
 from dflash_core.errors import InputError
-from dflash_core.manifest import Dataset
+from dflash_core.manifest import Dataset, canonical_json, sha256
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
 
@@ -44,42 +47,27 @@ VERSION = 1
 HELD_OUT = "held-out"
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """What an assistant turn is asked for. `key` is unique in the corpus and seeds sampling."""
-
-    key: str
-    messages: list[Message]
-    tools: list[dict] | None
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One assistant turn, or None and the reason why there is none.
-
-    Attributes:
-        message: the turn in the OpenAI form.
-        num_tokens: tokens the target wrote, its end token included.
-        cut: the answer reached the longest length and has no end.
-        exact: the chat template prints the message as the target wrote it.
-        num_characters: characters the target wrote, its end token not counted.
-        reason, detail: why the prompt cannot be answered.
-    """
-
-    message: Message | None
-    num_tokens: int = 0
-    cut: bool = False
-    exact: bool = True
-    num_characters: int = 0
-    reason: str = ""
-    detail: str = ""
-
-
 class Answerer(Protocol):
     """A served target."""
 
     def answer(self, prompts: list[Prompt]) -> list[Answer]:
         """One answer for each prompt, in their order. An answer depends on its own prompt alone."""
+        ...
+
+
+class AsyncAnswerer(Protocol):
+    """Servers of the target."""
+
+    concurrency: int
+
+    async def answer(self, prompt: Prompt) -> Answer: ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def describe(self) -> list[dict[str, str]]:
+        """The models that answer and the engines that serve them."""
         ...
 
 
@@ -102,7 +90,12 @@ def plan(
     if not available:
         raise InputError(f"{corpus.path} has no training rows to answer; curate more sources")
     identity = identify(target, require_template=True)
-    Chat(load_tokenizer(target), config.thinking)
+    chat = Chat(load_tokenizer(target), config.thinking)
+    if config.thinking and config.thinking_share < 1 and not chat.switchable:
+        raise InputError(
+            f"thinking_share is {config.thinking_share}, but the chat template of {target.id!r} has no thinking "
+            "switch; set it to 1"
+        )
     inputs = {
         "corpus": corpus.fingerprint,
         "rows": str(min(config.num_rows or available, available)),
@@ -143,6 +136,25 @@ def run_units(
     answer_units(dataset, corpus, answerer, todo, progress)
 
 
+def run_served(
+    dataset: Dataset,
+    corpus: Dataset,
+    target: TargetConfig,
+    endpoints: EndpointsConfig,
+    todo: list[str],
+    progress: Progress = silent,
+) -> None:
+    """Answers the units `todo` with servers of the target, and commits each.
+
+    Raises:
+        InputError, UnreachableError: a server cannot be used, or none answers any more.
+    """
+    from dflash_core.served import ServedAnswerer
+
+    answerer = ServedAnswerer(target, RegenerateConfig(**dataset.config), endpoints)
+    serve_units(dataset, corpus, answerer, todo, progress)
+
+
 def answer_units(
     dataset: Dataset,
     corpus: Dataset,
@@ -150,26 +162,111 @@ def answer_units(
     todo: list[str],
     progress: Progress = silent,
 ) -> None:
-    """Answers the units `todo` with any answerer, and commits each."""
-    config = RegenerateConfig(**dataset.config)
-    positions = _positions(corpus, "train", config.num_rows)
+    """Answers the units `todo` one after the other, all rows of a unit together, and commits each."""
+    work = _Work(dataset, corpus)
     for done, unit in enumerate(todo):
-        if unit == HELD_OUT:
-            dataset.commit(unit, _copy_held_out(dataset, corpus, config.num_held_out))
-        else:
-            start = int(unit.removeprefix("part-")) * config.rows_per_part
-            rows = _rows_at(corpus, "train", positions[start : start + config.rows_per_part])
+        if not work.copied(unit):
             report = functools.partial(progress, done, len(todo))
-            dataset.commit(unit, _answer_part(dataset, unit, rows, answerer, report))
+            dialogues, counts = work.dialogues(unit), Counter()
+            began = time.monotonic()
+            going = dialogues
+            while going:
+                asked = [(it, prompt) for it in going if (prompt := it.next_prompt())]
+                answers = answerer.answer([prompt for _, prompt in asked])
+                going = [
+                    it
+                    for (it, _), answer in zip(asked, answers, strict=True)
+                    if it.take(answer, counts)
+                ]
+                speed = counts["answer_tokens"] / (time.monotonic() - began)
+                report({"tokens_per_s": round(speed, 1), "answers": counts["answers"]})
+            work.commit(unit, dialogues, counts)
         progress(done + 1, len(todo), {})
+
+
+def serve_units(
+    dataset: Dataset,
+    corpus: Dataset,
+    answerer: AsyncAnswerer,
+    todo: list[str],
+    progress: Progress = silent,
+) -> None:
+    """Answers the units `todo` side by side, each conversation at its own pace, and commits each when it is done.
+
+    Rows of the next units begin when those of the last leave room, so servers stay busy and memory is bounded
+    by what is going on. `progress` counts rows.
+    """
+    try:
+        asyncio.run(_serve_units(dataset, corpus, answerer, todo, progress))
+    except ExceptionGroup as group:  # all tasks end with the first error
+        raise _first(group) from None
+
+
+async def _serve_units(
+    dataset: Dataset, corpus: Dataset, answerer: AsyncAnswerer, todo: list[str], progress: Progress
+) -> None:
+    work, room = _Work(dataset, corpus), asyncio.Semaphore(answerer.concurrency)
+    meter = _Meter(progress, work.num_rows(todo))
+
+    async def converse(dialogue: _Dialogue, counts: Counter[str]) -> None:
+        try:
+            while prompt := dialogue.next_prompt():
+                answer = await answerer.answer(prompt)
+                meter.add(answer.num_tokens)
+                if not dialogue.take(answer, counts):
+                    break
+        finally:
+            room.release()
+        meter.row()
+
+    async def finish(unit: str, dialogues: list, counts: Counter[str], rows: list) -> None:
+        await asyncio.gather(*rows)
+        answered_by = answerer.describe()
+        await asyncio.to_thread(work.commit, unit, dialogues, counts, answered_by)
+
+    async with answerer, asyncio.TaskGroup() as tasks:
+        for unit in todo:
+            if await asyncio.to_thread(work.copied, unit):
+                continue
+            dialogues = await asyncio.to_thread(work.dialogues, unit)
+            counts: Counter[str] = Counter()
+            rows = []
+            for dialogue in dialogues:
+                await room.acquire()
+                rows.append(tasks.create_task(converse(dialogue, counts)))
+            tasks.create_task(finish(unit, dialogues, counts, rows))
+
+
+def _first(group: ExceptionGroup) -> Exception:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, ExceptionGroup) else error
+
+
+class _Meter:
+    """Rows done and tokens a second, reported after each row."""
+
+    def __init__(self, progress: Progress, num_rows: int) -> None:
+        self._progress, self._num_rows, self._began = progress, num_rows, time.monotonic()
+        self._rows = self._answers = self._tokens = 0
+
+    def add(self, num_tokens: int) -> None:
+        self._answers += 1
+        self._tokens += num_tokens
+
+    def row(self) -> None:
+        self._rows += 1
+        seconds = time.monotonic() - self._began
+        numbers = {"tokens_per_s": self._tokens / seconds, "answers": self._answers}
+        self._progress(self._rows, self._num_rows, numbers)
 
 
 def seal(dataset: Dataset) -> dict:
     """Writes the manifest.
 
-    Facts: `parts`, `num_train`, `num_held_out`, `answers`, `answer_tokens`, `cut_by_length`,
-    `ended_early`, `inexact` (answers that the template prints otherwise than they were written),
-    `rejected` (by reason), `thinking`.
+    Facts: `parts`, `num_train`, `num_held_out`, `answers`, `answer_tokens`, `thinking_rows`,
+    `cut_by_length`, `ended_early`, `inexact` (answers that the template prints otherwise than they were
+    written), `prompts_differ` (prompts that a server printed otherwise than the target's template),
+    `rejected` (by reason), `thinking`, `answered_by` (models and engines, where servers answered).
     """
     _local.cache_clear()
     every = units(dataset)
@@ -189,13 +286,27 @@ def seal(dataset: Dataset) -> dict:
         "parts": parts,
         "rejected": dict(rejected),
         "thinking": dataset.config["thinking"],
+        "answered_by": _each_once(records[unit].get("answered_by", ()) for unit in every[:-1]),
         **{f"num_{split}": sum(part["rows"] for part in parts[split]) for split in parts},
         **{name: counts[name] for name in COUNTS},
     }
     return dataset.seal(every, facts)
 
 
-COUNTS = ("answers", "answer_tokens", "cut_by_length", "ended_early", "inexact")
+def _each_once(lists: Iterable[Iterable[dict]]) -> list[dict]:
+    found = {canonical_json(item): item for items in lists for item in items}
+    return [found[text] for text in sorted(found)]
+
+
+COUNTS = (
+    "answers",
+    "answer_tokens",
+    "thinking_rows",
+    "cut_by_length",
+    "ended_early",
+    "inexact",
+    "prompts_differ",
+)
 
 
 @functools.lru_cache(maxsize=1)
@@ -235,11 +346,71 @@ def _copy_held_out(dataset: Dataset, corpus: Dataset, count: int) -> dict:
 # --- one part ----------------------------------------------------------------------------------
 
 
+def thinks(row_id: str, config: RegenerateConfig) -> bool:
+    """Whether a row is answered with thinking on; which ones are, only seed and share decide."""
+    share = int(sha256(f"thinking:{config.seed}:{row_id}")[:8], 16) / 2**32
+    return config.thinking and share < config.thinking_share
+
+
+class _Work:
+    """The units of a dataset: their rows, and how they are committed."""
+
+    def __init__(self, dataset: Dataset, corpus: Dataset) -> None:
+        self._dataset, self._corpus = dataset, corpus
+        self._config = RegenerateConfig(**dataset.config)
+        self._positions = _positions(corpus, "train", self._config.num_rows)
+
+    def num_rows(self, todo: list[str]) -> int:
+        return sum(len(self._places(unit)) for unit in todo if unit != HELD_OUT)
+
+    def copied(self, unit: str) -> bool:
+        """Commits the unit of held-out rows; False for every other one."""
+        if unit != HELD_OUT:
+            return False
+        record = _copy_held_out(self._dataset, self._corpus, self._config.num_held_out)
+        self._dataset.commit(unit, record)
+        return True
+
+    def dialogues(self, unit: str) -> list[_Dialogue]:
+        """The rows of a unit, short ones first."""
+        rows = sorted(_rows_at(self._corpus, "train", self._places(unit)), key=num_characters)
+        return [_Dialogue(row, thinks(row.id, self._config)) for row in rows]
+
+    def _places(self, unit: str) -> list[int]:
+        start = int(unit.removeprefix("part-")) * self._config.rows_per_part
+        return self._positions[start : start + self._config.rows_per_part]
+
+    def commit(
+        self,
+        unit: str,
+        dialogues: list[_Dialogue],
+        counts: Counter[str],
+        answered_by: list[dict[str, str]] | None = None,
+    ) -> None:
+        """Writes the answered rows and commits the unit."""
+        mixed = self._config.thinking and self._config.thinking_share < 1
+        answered = [it for it in dialogues if it.answers]
+        refused = [it for it in dialogues if not it.answers]
+        counts["thinking_rows"] = sum(it.thinking for it in answered)
+        counts["cut_by_length"] = sum(it.cut for it in dialogues)
+        counts["ended_early"] = sum(it.ended_early for it in dialogues)
+        rows = [it.answered(mixed) for it in answered]
+        record = {
+            "part": write_part(self._dataset.storage, "parts/train", rows) if rows else None,
+            "counts": {name: int(count) for name, count in counts.items()},
+            "rejected": dict(Counter(it.reason for it in refused)),
+            "rejects": [{"id": it.row.id, "detail": it.detail} for it in refused],
+            "answered_by": answered_by or [],
+        }
+        self._dataset.commit(unit, record)
+
+
 @dataclass
 class _Dialogue:
     """A recorded conversation on its way to being answered."""
 
     row: Row
+    thinking: bool
     history: list[Message] = field(default_factory=list)
     place: int = 0  # next recorded message
     answers: int = 0
@@ -257,14 +428,17 @@ class _Dialogue:
             self.place += 1
         if self.place == len(recorded) and self.answers:
             return None
-        return Prompt(f"{self.row.id}:{self.answers}", list(self.history), self.row.tools)
+        key = f"{self.row.id}:{self.answers}"
+        return Prompt(key, list(self.history), self.row.tools, self.thinking)
 
-    def take(self, answer: Answer) -> bool:
+    def take(self, answer: Answer, counts: Counter[str]) -> bool:
         """Adds the answer. Returns whether the conversation can go on."""
         if answer.message is None:
             self.reason, self.detail = answer.reason, answer.detail
             self.ended_early = self.answers > 0
             return False
+        counts.update(answers=1, answer_tokens=answer.num_tokens, inexact=not answer.exact)
+        counts["prompts_differ"] += answer.prompt_differs
         message, results = dict(answer.message), self._results()
         if calls := message.get("tool_calls"):
             ids = [
@@ -277,7 +451,7 @@ class _Dialogue:
         self.history.append(message)
         self.answers += 1
         self.place += 1
-        self.cut, self.written = answer.cut, answer.num_characters if answer.exact else 0
+        self.cut, self.written = answer.cut, answer.num_characters
         if self.place >= len(self.row.messages):
             return False
         self.ended_early = self.cut or len(calls or ()) != len(results)
@@ -292,45 +466,20 @@ class _Dialogue:
             results.append(message)
         return results
 
-    def answered(self) -> Row:
-        """The row with the target's answers; what no answer followed is dropped."""
+    def answered(self, mixed: bool) -> Row:
+        """The row with the target's answers; what no answer followed is dropped.
+
+        With `mixed` the row names its thinking mode, because not all rows of the corpus have the same.
+        """
         last = max(i for i, message in enumerate(self.history) if message["role"] == "assistant")
         messages = self.history[: last + 1]
         metadata = {k: v for k, v in self.row.metadata.items() if k != "prompt_only"}
         metadata["group"] = group_of(self.row)
+        if mixed:
+            metadata["thinking"] = self.thinking
         if self.cut:
             metadata["cut_by_length"] = True
             if self.written:
                 metadata["written_characters"] = self.written
         new_id = content_id(messages, self.row.tools)
         return Row(new_id, self.row.source, messages, self.row.tools, metadata)
-
-
-def _answer_part(dataset: Dataset, unit: str, rows: list[Row], answerer: Answerer, report) -> dict:
-    """Answers the rows turn by turn, all rows of the part together. Returns the commit record."""
-    counts: Counter[str] = Counter()
-    began = time.monotonic()
-    dialogues = [_Dialogue(row) for row in sorted(rows, key=num_characters)]
-    going = dialogues
-    while going:
-        asked = [(dialogue, prompt) for dialogue in going if (prompt := dialogue.next_prompt())]
-        answers = answerer.answer([prompt for _, prompt in asked])
-        going = []
-        for (dialogue, _), answer in zip(asked, answers, strict=True):
-            if dialogue.take(answer):
-                going.append(dialogue)
-            if answer.message is not None:
-                counts.update(answers=1, answer_tokens=answer.num_tokens, inexact=not answer.exact)
-        speed = counts["answer_tokens"] / (time.monotonic() - began)
-        report({"tokens_per_s": round(speed, 1), "answers": counts["answers"]})
-    answered = [dialogue.answered() for dialogue in dialogues if dialogue.answers]
-    counts["cut_by_length"] = sum(dialogue.cut for dialogue in dialogues)
-    counts["ended_early"] = sum(dialogue.ended_early for dialogue in dialogues)
-    refused = [dialogue for dialogue in dialogues if not dialogue.answers]
-    part = write_part(dataset.storage, "parts/train", answered) if answered else None
-    return {
-        "part": part,
-        "counts": {name: int(count) for name, count in counts.items()},
-        "rejected": dict(Counter(dialogue.reason for dialogue in refused)),
-        "rejects": [{"id": dialogue.row.id, "detail": dialogue.detail} for dialogue in refused],
-    }

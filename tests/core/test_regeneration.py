@@ -4,14 +4,14 @@ import json
 import pytest
 import torch
 
-from dflash_core import tokenization
+from dflash_core import masking, tokenization
+from dflash_core.answers import Answer, Prompt, read_answer
 from dflash_core.chat import Chat
 from dflash_core.config import RegenerateConfig, Runtime, TokenizeConfig
 from dflash_core.corpus import regeneration
-from dflash_core.corpus.regeneration import Answer, Prompt
 from dflash_core.corpus.rows import CORPORA, Row, content_id, read_rows, write_part
 from dflash_core.errors import IncompleteError, MismatchError
-from dflash_core.generation import LocalAnswerer, generate, read_answer, sample
+from dflash_core.generation import LocalAnswerer, generate, sample
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from dflash_core.target import load_causal_lm
@@ -190,9 +190,9 @@ def test_a_regenerated_row_trains_on_exactly_what_the_target_wrote(template, tex
     row = row_of(user("a"), answer.message, tools=[LOOK_UP])
     if answer.cut:
         row.metadata.update(cut_by_length=True, written_characters=answer.num_characters)
-    [rendering], _ = tokenization.renderings(chat, row)
+    [rendering], _ = masking.renderings(chat, row)
     [(ids, offsets)] = chat.encode_with_offsets([rendering.text])
-    [found] = tokenization.samples_of(chat, rendering, ids, offsets)
+    [found] = masking.samples_of(chat, rendering, ids, offsets)
     [(first, stop)] = found.spans
     assert found.input_ids[first:stop] == tokens
 
@@ -255,7 +255,8 @@ def test_batched_answers_of_a_hybrid_target_equal_those_of_single_prompts(hybrid
 def test_nucleus_sampling_matches_a_plain_loop():
     logits = torch.randn(5, 12, generator=torch.Generator().manual_seed(0)) * 3
     for top_p, u in itertools.product((0.2, 0.7, 1.0), (0.0, 0.31, 0.8, 0.9999999)):
-        picked = sample(logits, torch.full((5,), u), temperature=0.8, top_p=top_p)
+        config = RegenerateConfig(temperature=0.8, top_p=top_p)
+        picked = sample(logits, torch.full((5,), u), config)
         for row in range(5):
             probability = (logits[row] / 0.8).softmax(-1).tolist()
             nucleus, total = [], 0.0
@@ -295,15 +296,15 @@ def test_a_killed_run_continues_with_the_missing_parts(root, hybrid, monkeypatch
     config = RegenerateConfig(num_rows=8, num_held_out=3, max_new_tokens=6, rows_per_part=3)
     dataset = regeneration.plan(root, "test", corpus, hybrid, config)
     assert regeneration.units(dataset) == ["part-000000", "part-000001", "part-000002", "held-out"]
-    runtime, real, parts = Runtime(device="cpu"), regeneration._answer_part, []
+    runtime, real, parts = Runtime(device="cpu"), regeneration._Work.dialogues, []
 
-    def dies_in_the_second_part(*arguments):
-        parts.append(arguments[1])
+    def dies_in_the_second_part(work, unit):
+        parts.append(unit)
         if len(parts) == 2:
             raise KeyboardInterrupt
-        return real(*arguments)
+        return real(work, unit)
 
-    monkeypatch.setattr(regeneration, "_answer_part", dies_in_the_second_part)
+    monkeypatch.setattr(regeneration._Work, "dialogues", dies_in_the_second_part)
     todo = regeneration.missing(dataset)
     with pytest.raises(KeyboardInterrupt):
         regeneration.run_units(dataset, corpus, hybrid, todo, runtime)

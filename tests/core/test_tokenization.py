@@ -9,9 +9,10 @@ from dflash_core.config import TokenizeConfig
 from dflash_core.corpus.rows import CORPORA, Row, content_id, write_part
 from dflash_core.errors import IncompleteError, InputError
 from dflash_core.manifest import Dataset
+from dflash_core.masking import renderings, samples_of
 from dflash_core.packing import plan_packs
 from dflash_core.storage import Storage
-from dflash_core.tokenization import Tokens, renderings, samples_of
+from dflash_core.tokenization import Tokens
 from tests import chats
 from tests.chats import GLUED, REWRITING, STABLE, assistant, user
 
@@ -307,6 +308,68 @@ def test_every_row_is_kept_or_rejected_with_a_reason(root, tmp_path):
     assert b"not that" in rejects
     facts, _ = run(root, rows, target, too_long="drop")
     assert facts["rejected"]["longer than a pack"] == 2
+
+
+def test_a_cut_at_a_turn_ends_with_the_last_answer_that_fits(root, tmp_path):
+    target = chats.target(tmp_path / "target")
+    whole = [user("a"), assistant("b c"), user("d"), assistant("long " * 300)]
+    rows = [row_of(*whole), row_of(user("a"), assistant("long " * 300)), *conversations(3)]
+    facts, dataset = run(root, rows, target, too_long="cut at turn")
+    tokens, chat = Tokens.open(dataset), Chat(chats.tokenizer(), thinking=False)
+    texts = [chat.decode(tokens.sample(i)[0].tolist()) for i in range(tokens.num_samples)]
+    short = chat.render(whole[:2], None, prompt=False).removesuffix("\n")
+    assert short in texts
+    assert facts["rejected"] == {"no supervised token before the cut": 1}
+    assert facts["cut"] == 1
+
+
+def test_rows_are_printed_in_the_mode_that_they_were_answered_in(root, tmp_path):
+    target = chats.target(tmp_path / "target", REWRITING)
+    rows = [
+        row_of(user("a"), assistant("b", reasoning_content="hm")),
+        row_of(user("c"), assistant("d", reasoning_content="hm"), thinking=True),
+        row_of(user("e"), assistant("f"), thinking=False),
+    ]
+    _, dataset = run(root, rows, target)
+    tokens, chat = Tokens.open(dataset), Chat(chats.tokenizer(REWRITING), thinking=False)
+    spoken = {chat.decode(ids[mask == 1].tolist()) for ids, mask in map(tokens.sample, range(3))}
+    assert spoken == {"b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>", "f<|im_end|>"}
+
+
+def test_work_is_counted_and_the_fill_of_the_packs_reported(root, tmp_path):
+    facts, _ = run(root, conversations(40), chats.target(tmp_path / "target"), pack_tokens=512)
+    assert facts["encoded_per_printed_token"] <= 1.1
+    assert facts["renders_per_row"] == 2
+    assert facts["fill"] == facts["total_tokens"] / (facts["num_packs"] * 512)
+
+
+def test_an_answer_that_the_tokenizer_cannot_say_rejects_its_row(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        Chat, "decode_all", lambda self, many: [self.decode(ids).replace("x", "y") for ids in many]
+    )
+    rows = [*conversations(3), row_of(user("a"), assistant("x"))]
+    facts, _ = run(root, rows, chats.target(tmp_path / "target"))
+    assert facts["rejected"] == {"answer does not survive the tokenizer": 1}
+    assert facts["rows_kept"] == 3
+
+
+@pytest.mark.slow
+def test_several_processes_write_what_one_writes(tmp_path):
+    target, made = chats.target(tmp_path / "target", REWRITING), []
+    for processes in (1, 2):
+        root = Storage.from_url(str(tmp_path / f"root-{processes}"))
+        corpus = corpus_of(root, conversations(20))
+        config = TokenizeConfig(pack_tokens=256, rows_per_part=4)
+        dataset = tokenization.plan(root, "test", corpus, target, config)
+        todo, seen = tokenization.missing(dataset, corpus), []
+        tokenization.run_units(
+            dataset, corpus, target, todo, lambda *report, seen=seen: seen.append(report), processes
+        )
+        assert [done for done, _, _ in seen] == [1, 2, 3, 4, 5]
+        tokenization.seal(dataset, corpus)
+        made.append(Tokens.open(dataset))
+    for name in ("offset", "pack", "row", "_input_ids", "_loss_mask"):
+        np.testing.assert_array_equal(getattr(made[0], name), getattr(made[1], name))
 
 
 def test_packs_hold_every_sample_once_and_read_back_as_they_were_made(root, tmp_path):
