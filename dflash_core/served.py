@@ -131,7 +131,7 @@ class ServedAnswerer:
             return Answer(None, reason="template cannot print it", detail=str(error))
         body = self._body(chat, prompt)
         try:
-            reply = await self._send(lambda: self._complete(prompt, body))
+            reply = await self._send(functools.partial(self._complete, prompt, body))
         except _Refused as error:
             return Answer(None, reason="servers refuse it", detail=str(error))
         except _Failed as error:
@@ -394,9 +394,14 @@ def _message(said: dict, cut: bool) -> Message:
     if cut and calls:
         raise Malformed("cut inside a call")
     if calls:
-        message["tool_calls"] = [tool_call(call) for call in calls]
+        # Without the server's ids: recorded results answer to ids of their own.
+        message["tool_calls"] = [_without_id(tool_call(call)) for call in calls]
         message["content"] = message["content"].rstrip("\n") or None
     return message
+
+
+def _without_id(call: dict) -> dict:
+    return {key: value for key, value in call.items() if key != "id"}
 
 
 def _printed(

@@ -109,7 +109,7 @@ def _run(
     dataset: Dataset, corpus: Dataset, target: TargetConfig, todo: list[str], processes: int
 ) -> Iterator[dict[str, int]]:
     """Counts of each part as it is committed."""
-    processes = min(processes or _num_cores(), len(todo))
+    processes = min(processes or os.cpu_count() or 1, len(todo))
     if processes <= 1:
         chats = _Chats(target, TokenizeConfig(**dataset.config).thinking)
         yield from (_run_unit(dataset, corpus, chats, unit) for unit in todo)
@@ -119,12 +119,6 @@ def _run(
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for future in as_completed([pool.submit(_run_in_process, *what, unit) for unit in todo]):
             yield future.result()
-
-
-def _num_cores() -> int:
-    """Cores this process may use; a container may have fewer than the machine."""
-    named = getattr(os, "sched_getaffinity", None)
-    return len(named(0)) if named else os.cpu_count() or 1
 
 
 def _run_in_process(*what: Any) -> dict[str, int]:
@@ -149,6 +143,7 @@ def _run_unit(dataset: Dataset, corpus: Dataset, chats: _Chats, unit: str) -> di
     start = int(unit.removeprefix("part-")) * config.rows_per_part
     rows = read_rows(corpus, "train", start, start + config.rows_per_part)
     record = _write_part(dataset, unit, _tokenize(chats, list(rows), config))
+    record["target"] = chats.target.model_dump(mode="json")
     dataset.commit(unit, record)
     return record["counts"]
 
@@ -194,6 +189,7 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         "dropped_samples": counts["dropped_samples"],
         "renders_per_row": counts["renders"] / counts["rows"],
         "encoded_per_printed_token": counts["encoded_tokens"] / max(counts["printed_tokens"], 1),
+        "target": records[every[0]]["target"],  # any that has this tokenizer
         "contract": _contract(dataset),
     }
     arrays = {
@@ -240,7 +236,8 @@ class _Chats:
     """The target's chat template in the thinking mode of each row."""
 
     def __init__(self, target: TargetConfig, thinking: bool) -> None:
-        self._tokenizer, self._thinking = load_tokenizer(target), thinking
+        self.target, self._thinking = target, thinking
+        self._tokenizer = load_tokenizer(target)
         self._by_mode = {thinking: Chat(self._tokenizer, thinking)}
         self.any = self._by_mode[thinking]
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash_core.errors import DFlashError, InputError
-from flows import chat_cli, store_cli
+from flows import chat_cli, store_cli, tokens_cli
 from flows import params as models
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(store_cli.app, name="store")
+app.add_typer(tokens_cli.app, name="tokens")
 chat_cli.register(app)
 console = Console()
 
