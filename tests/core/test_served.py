@@ -455,11 +455,12 @@ def transformers_serve():
 
 @pytest.mark.slow
 @pytest.mark.server
+@pytest.mark.timeout(300)
 def test_a_real_server_writes_what_the_target_writes_in_this_process(root, transformers_serve):
     target = TargetConfig(id="demo/target", dtype="float32")
-    asked = [f"What does json.{name} do?" for name in ("dumps", "loads", "dump", "load")]
+    asked = [f"What does json.{name} do?" for name in ("dumps", "loads", "load")]
     corpus = corpus_of(root, [row_of(user(text), assistant("old")) for text in asked])
-    config = RegenerateConfig(max_new_tokens=24)
+    config = RegenerateConfig(max_new_tokens=12)
     made = []
     for name, endpoints in (("here", []), ("served", [transformers_serve])):
         dataset = regeneration.plan(root, name, corpus, target, config)
@@ -472,5 +473,5 @@ def test_a_real_server_writes_what_the_target_writes_in_this_process(root, trans
         facts = regeneration.seal(dataset)["facts"]
         rows = sorted(read_rows(dataset, "train"), key=lambda row: row.messages[0]["content"])
         made.append([(row.messages, row.metadata) for row in rows])
-        assert (facts["answers"], facts["inexact"], facts["prompts_differ"]) == (4, 0, 0)
+        assert (facts["answers"], facts["inexact"], facts["prompts_differ"]) == (3, 0, 0)
     assert made[0] == made[1]
