@@ -7,7 +7,7 @@ texts in the Prefect form and in `--help`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -240,17 +240,85 @@ class TrainConfig(Config):
     """Seed of initial weights, pack order and anchors."""
 
 
-class EvaluateConfig(Config):
-    """Acceptance measured by decoding held-out prompts with the real target."""
+class PromptSetConfig(Config):
+    """One set of prompts to evaluate on."""
 
+    set: str = "held-out"
+    """`held-out` for the corpus' own, a known set (`dflash prompt-sets` lists them), or `file` for yours."""
+    name: str = ""
+    """Name in the report; empty takes the set's."""
+    path: str = ""
+    """File, folder, s3:// URL or Hugging Face id in place of the set's own."""
+    revision: str = "main"
+    """Revision of a Hugging Face id."""
+    subset: str = ""
+    """Configuration of a Hugging Face id; empty takes the set's own."""
+    split: str = ""
+    """Split of a Hugging Face id; empty takes the set's own."""
+
+    @property
+    def label(self) -> str:
+        """Name in the report."""
+        return self.name or self.set
+
+
+class DrafterSource(Config):
+    """A drafter to compare with."""
+
+    name: str
+    """Name in the report."""
+    source: str
+    """Path of a training run under the root (runs/...), or a folder, URL or Hugging Face id of an exported
+    drafter in either layout."""
+    revision: str = "main"
+    """Revision of a Hugging Face id."""
+
+
+class EvaluateConfig(Config):
+    """Acceptance measured by decoding prompts with the real target.
+
+    Every set is asked in every thinking mode at every temperature; the first of each is the headline.
+    """
+
+    prompt_sets: list[PromptSetConfig] = Field(default=[PromptSetConfig()], min_length=1)
+    """What is asked."""
     num_prompts: int = Field(default=64, ge=1)
-    """Held-out conversations to answer, lowest content hash first."""
+    """Prompts of each set, lowest content hash first."""
     num_untrained_prompts: int = Field(default=8, ge=1)
-    """Of these, how many are decoded with the untrained drafter, too, for comparison."""
+    """Of each set, how many are decoded with the untrained drafter, too, for comparison."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer."""
-    thinking: bool = False
-    """Thinking mode of the chat template."""
+    thinking: list[bool] = Field(default=[False], min_length=1)
+    """Thinking modes of the chat template: off, on, or both."""
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(default=[0.0], min_length=1)
+    """Sampling temperatures; 0 is greedy, where answers must equal those of plain decoding."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling, where the temperature is above 0."""
+    tree_nodes: list[Annotated[int, Field(ge=1)]] = []
+    """Node budgets to decode with trees of drafts, too, beside chains."""
+    seed: int = 0
+    """Seed of sampled answers."""
+
+
+class ServedConfig(Config):
+    """Acceptance and speed of a running server, against what was measured offline."""
+
+    endpoint: str = "http://127.0.0.1:8000"
+    """URL of a vLLM or SGLang server that speculates with the drafter. A key is taken from OPENAI_API_KEY."""
+    baseline: str = ""
+    """URL of a server of the same target without a drafter, for the speed-up; may be empty."""
+    model: str = ""
+    """Name by which the server knows the model; empty takes the first it lists."""
+    engine: Literal["auto", "vllm", "sglang"] = "auto"
+    """Whose counters to read."""
+    concurrency: list[Annotated[int, Field(ge=1)]] = Field(default=[1, 4, 16], min_length=1)
+    """Requests in flight; each level asks all prompts."""
+    num_prompts: int = Field(default=64, ge=1)
+    """Prompts of the evaluation to ask, in its order."""
+    tolerance: float = Field(default=0.05, gt=0)
+    """Relative difference of served and offline acceptance length above which a warning is printed."""
+    label: str = ""
+    """Anything; change it to measure the same server again."""
 
 
 class ExportConfig(Config):

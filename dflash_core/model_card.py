@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 from dflash_core.checkpoint import shape_as_json
 from dflash_core.config import ExportConfig, TargetConfig
 from dflash_core.engines import serving_notes
+from dflash_core.evaluation_report import mode_lines, mode_text
 from dflash_core.manifest import Dataset
 from dflash_core.model import DrafterShape
 
+_REGENERATED = "-regenerated"  # what such a corpus has behind its name
 _INPUT_STAGES = ("runs", "hidden", "tokens", "corpora", "evaluations")
 
 
@@ -26,10 +29,12 @@ def provenance_of(run: Dataset, evaluation: Dataset | None, step: int) -> dict:
 def lineage(dataset: Dataset) -> Iterator[Dataset]:
     """The dataset and, as far as they lie under their usual names, those it was made from."""
     yield dataset
+    plain = dataset.name.removesuffix(_REGENERATED)
+    names = (plain, plain + _REGENERATED)
     for digest in dataset.request["inputs"].values():
-        for stage in _INPUT_STAGES:
+        for stage, name in itertools.product(_INPUT_STAGES, names):
             try:
-                parent = Dataset.open(dataset.root, f"{stage}/{dataset.name}-{digest}")
+                parent = Dataset.open(dataset.root, f"{stage}/{name}-{digest}")
             except FileNotFoundError:
                 continue
             if parent.complete:
@@ -136,17 +141,21 @@ SGLang does not read this layout.
 
 
 def _measured(evaluation: dict) -> str:
-    """The headline of an evaluation: what was accepted, on which prompts, in which mode."""
+    """What was accepted on which prompts in which mode: the headline, and each set where there are several."""
     facts, config = evaluation["facts"], evaluation["config"]
-    after = facts["after"]
+    after, modes = facts["after"], facts["modes"]
     low, high = after["interval"]
-    return (
-        f"Measured on {after['num_prompts']} held-out prompts, greedy, {config['max_new_tokens']} tokens at "
-        f"most, thinking {'on' if config['thinking'] else 'off'} (`{evaluation['path']}`): acceptance length "
-        f"**{after['acceptance_length']:.2f}** of {facts['block_size']}, bonus token counted, 95 % interval "
-        f"{low:.2f} to {high:.2f} over prompts; {after['num_lossless']} of {after['num_prompts']} answers equal "
-        f"plain decoding token for token; {after['speed_up']:.2f} times as fast as {facts['baseline']}."
+    text = (
+        f"Measured on {after['num_prompts']} prompts, {mode_text(modes[0])}, {config['max_new_tokens']} tokens at "
+        f"most (`{evaluation['path']}`): acceptance length **{after['acceptance_length']:.2f}** of "
+        f"{facts['block_size']}, bonus token counted, 95 % interval {low:.2f} to {high:.2f} over prompts; "
+        f"{after['speed_up']:.2f} times as fast as {facts['baseline']}."
     )
+    if after["num_lossless"] is not None:
+        text += f" {after['num_lossless']} of {after['num_prompts']} answers equal plain decoding token for token."
+    if len(modes) == 1:
+        return text
+    return "\n".join([text, "", *mode_lines(modes)]).strip()
 
 
 def _weights(config: ExportConfig) -> str:

@@ -38,7 +38,8 @@ FLOWS = {
     "tokenize": ("tokenize", models.TokenizeParams, "A corpus to token ids, loss masks and packs."),
     "extract": ("extract", models.ExtractParams, "Packs to the target's hidden states."),
     "train": ("train", models.TrainParams, "Hidden states to a trained drafter."),
-    "evaluate": ("evaluate", models.EvaluateParams, "Acceptance on held-out prompts."),
+    "evaluate": ("evaluate", models.EvaluateParams, "Acceptance on prompts, decoded here."),
+    "served": ("served", models.ServedParams, "Acceptance and speed of a running server."),
     "export": ("export", models.ExportParams, "A checkpoint to directories that engines load."),
 }
 
@@ -216,7 +217,7 @@ def status(
 
     storage = Storage.from_url(root)
     table = Table("dataset", "state", "units", box=None, pad_edge=False)
-    for stage in ("corpora", "tokens", "hidden", "runs", "evaluations", "exports"):
+    for stage in ("corpora", "tokens", "hidden", "runs", "evaluations", "served", "exports"):
         names = sorted({info.key.split("/")[0] for info in storage.child(stage).list()})
         for name in names:
             dataset = Dataset.open(storage, f"{stage}/{name}")
@@ -233,6 +234,21 @@ def readers() -> None:
     table = Table("reader", "layout", box=None, pad_edge=False)
     for name, reader in sorted(READERS.items()):
         table.add_row(name, (reader.__doc__ or "").strip().split("\n")[0])
+    console.print(table)
+
+
+@app.command()
+def prompt_sets() -> None:
+    """Sets of prompts that `evaluate` knows."""
+    from dflash_core.prompt_sets import HELD_OUT, SETS
+
+    table = Table("set", "prompts", "where", box=None, pad_edge=False)
+    table.add_row(HELD_OUT, "the corpus' own, kept out of training", "the corpus")
+    for name, module in SETS.items():
+        source = module.SOURCE
+        place = source.path or ("your path" if source.reader == "rows" else "its package")
+        text = (module.__doc__ or "").strip().split("\n")[0]
+        table.add_row(name, text, f"{place} {source.subset}".strip())
     console.print(table)
 
 

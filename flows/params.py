@@ -9,12 +9,14 @@ from pydantic import Field
 from dflash_core.config import (
     Config,
     CurateConfig,
+    DrafterSource,
     EndpointsConfig,
     EvaluateConfig,
     ExportConfig,
     ExtractConfig,
     RegenerateConfig,
     Runtime,
+    ServedConfig,
     TargetConfig,
     TokenizeConfig,
     TrainConfig,
@@ -98,7 +100,20 @@ class EvaluateParams(StageParams):
     target: TargetConfig = TargetConfig()
     """The model that verifies."""
     evaluate: EvaluateConfig = EvaluateConfig()
-    """How many prompts, how long."""
+    """Which prompts, how many, how long, in which modes."""
+    compare: list[DrafterSource] = Field(default=[])
+    """Other drafters of the same target to decode the same prompts with."""
+
+
+class ServedParams(StageParams):
+    """A running server's acceptance and speed against what was measured offline."""
+
+    evaluation: str = ""
+    """Path of an evaluation of the drafter that is served; its prompts are asked."""
+    target: TargetConfig = TargetConfig()
+    """The model that is served; only its tokenizer is read."""
+    served: ServedConfig = ServedConfig()
+    """Where the server is, how many requests at a time."""
 
 
 class ExportParams(StageParams):

@@ -75,8 +75,18 @@ def _evaluations(facts: dict) -> Iterable[str]:
         f"acceptance length {before['acceptance_length']:.2f} -> {after['acceptance_length']:.2f} "
         f"[{low:.2f}, {high:.2f}] of {facts['block_size']}"
     )
-    yield f"lossless on {after['num_lossless']} of {after['num_prompts']} prompts"
+    if after["num_lossless"] is not None:
+        yield f"lossless on {after['num_lossless']} of {after['num_prompts']} prompts"
     yield f"speed-up {after['speed_up']:.2f}x over plain decoding here"
+
+
+def _served(facts: dict) -> Iterable[str]:
+    for level in facts["levels"]:
+        length = level["acceptance_length"]
+        yield (
+            f"{level['concurrency']} at a time: acceptance length "
+            f"{'-' if length is None else f'{length:.2f}'}, {level['tokens_per_s']:.1f} tokens/s"
+        )
 
 
 def _exports(facts: dict) -> Iterable[str]:
@@ -90,5 +100,6 @@ _DESCRIBE = {
     "extract": _hidden,
     "train": _runs,
     "evaluate": _evaluations,
+    "served": _served,
     "export": _exports,
 }

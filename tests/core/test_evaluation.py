@@ -2,19 +2,26 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
-from dflash_core import evaluation
+from dflash_core import evaluation, evaluation_report, export
 from dflash_core.checkpoint import load_drafter
-from dflash_core.config import EvaluateConfig, Runtime
+from dflash_core.config import (
+    DrafterSource,
+    EvaluateConfig,
+    ExportConfig,
+    PromptSetConfig,
+    Runtime,
+)
 from dflash_core.decode import greedy, speculate
 from dflash_core.errors import IncompleteError, InputError, MismatchError
 from dflash_core.storage import Storage
 from dflash_core.target import load_causal_lm, load_tokenizer
 from tests import targets
-from tests.runs import make_row, question, sealed_corpus, sealed_run
+from tests.runs import make_row, question, sealed_corpus, sealed_run, sealed_tokens_run
 
 CPU = Runtime(device="cpu")
 CONFIG = EvaluateConfig(num_prompts=4, num_untrained_prompts=2, max_new_tokens=12)
@@ -98,27 +105,28 @@ def test_records_hold_what_decoding_gives(root, target):
         record = dataset.record(f"prompt-{index:05d}")
         ids = prompt["input_ids"]
         assert record["plain"]["tokens"] == greedy(model, ids, 12, stop_ids)
-        assert ("before" in record) == (index < 2)
+        assert ("before" in record["outcomes"]) == (index < 2)
         for name, step in (("before", 0), ("after", 20)):
-            if name not in record:
+            if name not in record["outcomes"]:
                 continue
             drafter = load_drafter(run, step)[0]
             out = speculate(model, drafter, embedding, head, ids, 12, stop_ids)
-            assert record[name]["accepted"] == out.accepted
-            assert record[name]["judged"] == out.judged
-            assert record[name]["lossless"]
-            assert record[name]["difference"] is None
+            outcome = record["outcomes"][name]
+            assert outcome["accepted"] == out.accepted
+            assert outcome["judged"] == out.judged
+            assert outcome["lossless"]
+            assert outcome["difference"] is None
 
 
 def test_before_is_the_untrained_drafter_and_after_the_trained_one(root, target, monkeypatch):
     dataset, run = planned(root, target)
-    genuine, used = evaluation.speculate, []
+    genuine, used = evaluation.speculate_steps, []
 
     def watched(model, drafter, *rest):
         used.append(drafter.fc.weight.clone())
         return genuine(model, drafter, *rest)
 
-    monkeypatch.setattr(evaluation, "speculate", watched)
+    monkeypatch.setattr(evaluation, "speculate_steps", watched)
     evaluation.run(dataset, run, target, CPU)
     untrained, trained = (load_drafter(run, step)[0].fc.weight for step in (0, 20))
     expected = [untrained, trained] * 3 + [trained] * 2  # warm-up and two prompts with both
@@ -151,7 +159,7 @@ def test_resume_decodes_only_prompts_without_a_record(root, target):
 
 def test_seal_writes_a_picture_where_matplotlib_is(root, target):
     pytest.importorskip("matplotlib")
-    picture = evaluation._picture(evaluation.summarise(random_records(5)))
+    picture = evaluation_report.picture(evaluation_report.summarise(random_records(5)))
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
 
@@ -189,8 +197,11 @@ def random_records(count, seed=0, block_size=5):
             "id": f"{index:03d}",
             "source": rng.choice("ab"),
             "group": str(index),
+            "set": "held-out",
+            "thinking": False,
+            "temperature": 0.0,
             "num_prompt_tokens": 3,
-            "block_size": block_size,
+            "outcomes": {},
             "plain": {"num_tokens": 0, "tokens": [], "seconds": rng.uniform(1, 2)},
         }
         for name in ("before", "after") if index < 3 else ("after",):
@@ -200,7 +211,8 @@ def random_records(count, seed=0, block_size=5):
             stopped_early = bool(steps) and accepted[-1] > 0 and rng.random() < 0.3
             verified = sum(accepted) + steps - stopped_early
             lossless = rng.random() < 0.7
-            record[name] = {
+            record["outcomes"][name] = {
+                "block_size": block_size,
                 "accepted": accepted,
                 "judged": judged,
                 "num_tokens": verified + 1,
@@ -211,7 +223,7 @@ def random_records(count, seed=0, block_size=5):
                 else {"at": 1, "logit_gap": 0.5, "rounding": rng.choice([0.1, 0.25])},
                 "seconds": rng.uniform(0.5, 1),
             }
-        record["plain"]["num_tokens"] = record["after"]["num_tokens"]
+        record["plain"]["num_tokens"] = record["outcomes"]["after"]["num_tokens"]
         records.append(record)
     return records
 
@@ -219,16 +231,16 @@ def random_records(count, seed=0, block_size=5):
 @pytest.mark.parametrize("seed", range(5))
 def test_facts_match_a_plain_loop(seed):
     records = random_records(9, seed)
-    facts = evaluation.summarise(records)
+    facts = evaluation_report.summarise(records)
     for name in ("before", "after"):
         part = facts[name]
         tokens = steps = lossless = prompts = 0
         histogram, won, asked, per_prompt = [0] * 5, [0] * 5, [0] * 5, []
         plain_tokens = plain_seconds = own_tokens = own_seconds = 0.0
         for record in records:
-            if name not in record:
+            if name not in record["outcomes"]:
                 continue
-            outcome = record[name]
+            outcome = record["outcomes"][name]
             prompts += 1
             lossless += outcome["lossless"]
             plain_tokens += record["plain"]["num_tokens"]
@@ -265,14 +277,195 @@ def test_facts_match_a_plain_loop(seed):
 
 
 def test_the_interval_is_that_of_prompts_drawn_anew():
-    outcomes = [record["after"] for record in random_records(12, seed=3)]
+    outcomes = [record["outcomes"]["after"] for record in random_records(12, seed=3)]
     rng, drawn = random.Random(0), []
     for _ in range(4000):
         sample = rng.choices(outcomes, k=len(outcomes))
         tokens = sum(outcome["num_verified"] for outcome in sample)
         drawn.append(tokens / sum(len(outcome["accepted"]) for outcome in sample))
     drawn.sort()
-    low, high = evaluation.bootstrap_interval(outcomes)
+    low, high = evaluation_report.bootstrap_interval(outcomes)
     assert low == pytest.approx(drawn[100], abs=0.05)
     assert high == pytest.approx(drawn[3900], abs=0.05)
-    assert evaluation.bootstrap_interval(outcomes) == [low, high]
+    assert evaluation_report.bootstrap_interval(outcomes) == [low, high]
+
+
+def test_a_difference_is_taken_on_the_same_resampled_prompts():
+    """Of a drafter and itself it is exactly 0, however wide the interval of each is."""
+    records = random_records(12, seed=4)
+    for record in records:
+        record["outcomes"]["twin"] = record["outcomes"]["after"]
+        worse = dict(record["outcomes"]["after"])
+        worse["accepted"] = [*worse["accepted"], 0]
+        worse["judged"] = [*worse["judged"], 4]
+        worse["num_verified"] += 1
+        record["outcomes"]["worse"] = worse
+    others = evaluation_report.summarise(records)["others"]
+    assert others["twin"]["difference_to_after"] == {
+        "acceptance_length": 0.0,
+        "interval": [0.0, 0.0],
+    }
+    low, high = others["worse"]["difference_to_after"]["interval"]
+    assert low < others["worse"]["difference_to_after"]["acceptance_length"] < high < 0
+
+
+def test_modes_are_reported_apart_and_the_first_is_the_headline():
+    records = random_records(6, seed=1)
+    sampled = random_records(6, seed=2)
+    for record in sampled:
+        record["temperature"] = 1.0
+        for outcome in record["outcomes"].values():
+            del outcome["lossless"], outcome["difference"]
+    facts = evaluation_report.summarise([*records, *sampled])
+    assert facts["after"] == {
+        **evaluation_report.drafter_facts(records, "after"),
+        "by_source": facts["after"]["by_source"],
+    }
+    assert [mode["temperature"] for mode in facts["modes"]] == [0.0, 1.0]
+    after = facts["modes"][1]["drafters"]["after"]
+    assert after["num_lossless"] is None
+    assert after["acceptance_length"] == pytest.approx(
+        evaluation_report.drafter_facts(sampled, "after")["acceptance_length"]
+    )
+    rows = evaluation_report.table(facts)
+    assert {row["equal to plain decoding"] for row in rows if "temperature 1" in row["mode"]} == {
+        "sampled"
+    }
+    assert evaluation_report.picture(facts)
+
+
+# --- sets, modes and drafters ------------------------------------------------------------------------
+
+
+def write_prompts(folder):
+    file = folder / "prompts.jsonl"
+    lines = [{"prompt": [f"say {i}", "again"], "category": "saying"} for i in range(5)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    return PromptSetConfig(set="file", path=str(file), name="mine")
+
+
+def test_every_set_is_asked_in_every_mode_and_resumes_by_prompt(root, target, tmp_path):
+    config = CONFIG.model_copy(
+        update={
+            "prompt_sets": [PromptSetConfig(), write_prompts(tmp_path)],
+            "num_prompts": 2,
+            "temperatures": [0.0, 1.0],
+            "tree_nodes": [6],
+        }
+    )
+    dataset, run = planned(root, target, config=config)
+    prompts = prompts_of(dataset)["prompts"]
+    assert [(p["set"], p["temperature"]) for p in prompts] == [
+        (name, temperature) for name in ("held-out", "mine") for temperature in (0, 0, 1, 1)
+    ]
+    units = evaluation.units(dataset)
+    evaluation.run(dataset, run, target, CPU, units=units[4:5])
+    kept = dataset.record(units[4])
+    evaluation.run(dataset, run, target, CPU)
+    facts = evaluation.seal(dataset)["facts"]
+    assert dataset.record(units[4]) == kept
+    assert facts["num_prompts"] == 4
+    assert (
+        facts["after"]["num_lossless"] == facts["others"]["trained, tree of 6"]["num_lossless"] == 4
+    )
+    assert [(m["set"], m["num_prompts"]) for m in facts["modes"]] == [
+        ("held-out", 2), ("held-out", 2), ("mine", 2), ("mine", 2)
+    ]  # fmt: skip
+    sampled = [dataset.record(unit)["plain"]["tokens"] for unit in units[2:4]]
+    greedy_ = [dataset.record(unit)["plain"]["tokens"] for unit in units[:2]]
+    assert sampled != greedy_
+
+
+def test_what_the_user_says_next_is_asked_after_the_targets_own_answer(root, target, tmp_path):
+    config = CONFIG.model_copy(update={"prompt_sets": [write_prompts(tmp_path)], "num_prompts": 1})
+    dataset, run = planned(root, target, config=config)
+    evaluation.run(dataset, run, target, CPU)
+    model = load_causal_lm(target, torch.device("cpu"))
+    tokenizer, stop_ids = load_tokenizer(target), prompts_of(dataset)["stop_ids"]
+    (prompt,) = prompts_of(dataset)["prompts"]
+    first = greedy(model, prompt["input_ids"], 12, stop_ids)
+    said = tokenizer.decode([token for token in first if token != 257])
+    text = (
+        f"<|im_start|>user\n{prompt['messages'][0]['content']}<|im_end|>\n"
+        f"<|im_start|>assistant\n{said}<|im_end|>\n"
+        "<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    record = dataset.record("prompt-00000")
+    assert record["plain"]["tokens"] == first + greedy(model, ids, 12, stop_ids)
+    assert record["outcomes"]["after"]["lossless"]
+    assert record["num_prompt_tokens"] == len(prompt["input_ids"]) + len(ids)
+
+
+def test_sampled_answers_are_those_of_the_seed(root, target):
+    config = CONFIG.model_copy(update={"temperatures": [1.0], "num_prompts": 2})
+    dataset, run = planned(root, target, config=config)
+    evaluation.run(dataset, run, target, CPU)
+    facts = evaluation.seal(dataset)["facts"]
+    assert facts["after"]["num_lossless"] is None
+    other, _ = planned(root, target, config=config.model_copy(update={"seed": 1}))
+    assert other.path != dataset.path
+    evaluation.run(other, run, target, CPU)
+    answers_ = [
+        [data.record(unit)["plain"]["tokens"] for unit in evaluation.units(data)]
+        for data in (dataset, other)
+    ]
+    assert answers_[0] != answers_[1]
+
+
+def exported(root, run, target, **options):
+    config = ExportConfig(**options)
+    dataset = export.plan(root, "demo", run, target, config)
+    export.run(dataset, run, target)
+    export.seal(dataset)
+    return str(dataset.storage.local_path / config.layouts[0])
+
+
+def test_other_drafters_are_decoded_on_the_same_prompts(root, target):
+    run = sealed_tokens_run(root, target)
+    other = sealed_run(root, target, name="other", num_hidden_layers=1, block_size=3)
+    corpus = sealed_corpus(root, rows(3))
+    reduced = exported(root, run, target, layouts=["speculators"], draft_vocab_size=200)
+    compare = [
+        DrafterSource(name="exported", source=exported(root, run, target)),
+        DrafterSource(name="reduced", source=reduced),
+        DrafterSource(name="shallow", source=other.path),
+    ]
+    config = CONFIG.model_copy(update={"num_prompts": 3})
+    dataset = evaluation.plan(root, "demo", run, corpus, target, config, compare)
+    evaluation.run(dataset, run, target, CPU, compare=compare)
+    facts = evaluation.seal(dataset)["facts"]
+    assert list(facts["others"]) == ["exported", "reduced", "shallow"]
+    assert all(part["num_lossless"] == 3 for part in facts["others"].values())
+    assert len(facts["others"]["shallow"]["histogram"]) == 3
+    report = dataset.storage.get("report.md").decode()
+    assert "| exported | reduced | shallow |" in report
+    assert "minus the trained drafter's" in report
+
+
+def test_a_drafter_of_another_target_or_with_changed_files_is_refused(
+    root, target, tmp_path_factory
+):
+    run, corpus = sealed_run(root, target), sealed_corpus(root, rows(3))
+    wide = targets.qwen3(tmp_path_factory.mktemp("wide"), hidden_size=48)
+    folder = exported(root, sealed_run(root, wide, name="wide"), wide)
+    compare = [DrafterSource(name="wide", source=folder)]
+    dataset = evaluation.plan(root, "demo", run, corpus, target, CONFIG, compare)
+    with pytest.raises(InputError, match="hidden size 48 and 272 tokens, this one has 32"):
+        evaluation.run(dataset, run, target, CPU, compare=compare)
+    own = exported(root, run, target)
+    compare = [DrafterSource(name="own", source=own)]
+    dataset = evaluation.plan(root, "demo", run, corpus, target, CONFIG, compare)
+    config = Path(own) / "config.json"
+    config.write_text(config.read_text().replace("1e-06", "1e-05"))
+    with pytest.raises(MismatchError, match="have changed since"):
+        evaluation.run(dataset, run, target, CPU, compare=compare)
+    with pytest.raises(InputError, match="'after' is taken"):
+        evaluation.plan(
+            root, "demo", run, corpus, target, CONFIG, [DrafterSource(name="after", source=own)]
+        )
+
+
+def test_both_thinking_modes_of_a_template_without_a_switch_are_refused(root, target):
+    with pytest.raises(InputError, match="no thinking switch"):
+        planned(root, target, config=CONFIG.model_copy(update={"thinking": [False, True]}))

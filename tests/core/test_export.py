@@ -266,8 +266,8 @@ def fake_evaluation(root, run_fingerprint):
         root,
         "evaluations",
         "demo",
-        version=1,
-        config={"max_new_tokens": 64, "thinking": False},
+        version=2,
+        config={"max_new_tokens": 64},
         inputs={"run": run_fingerprint},
     )
     after = {
@@ -276,8 +276,16 @@ def fake_evaluation(root, run_fingerprint):
         "num_prompts": 7,
         "num_lossless": 7,
         "speed_up": 1.75,
+        "speed_up_interval": [1.5, 2.0],
+        "differences": [],
     }
-    evaluation.seal([], {"block_size": 5, "baseline": "plain decoding", "after": after})
+    sampled = {**after, "acceptance_length": 2.346, "num_lossless": None}
+    modes = [
+        {"set": "held-out", "thinking": False, "temperature": t, "num_prompts": 7, "drafters": {"after": part}}
+        for t, part in ((0.0, after), (0.7, sampled))
+    ]  # fmt: skip
+    facts = {"block_size": 5, "baseline": "plain decoding", "after": after, "modes": modes}
+    evaluation.seal([], facts)
     return evaluation
 
 
@@ -289,6 +297,8 @@ def test_the_model_card_quotes_the_evaluation_and_the_provenance_names_every_inp
     card = dataset.storage.get(f"{LAYOUT}/README.md").decode()
     assert "**3.46** of 5" in card
     assert "3.00 to 3.90" in card
+    assert "greedy, thinking off, 64 tokens at most" in card
+    assert "| held-out | temperature 0.7, thinking off | 7 | 2.35 [3.00, 3.90] |" in card
     assert run.path in card
     provenance = json.loads(dataset.storage.get(f"{LAYOUT}/provenance.json"))
     assert provenance["datasets"][run.path]["fingerprint"] == run.fingerprint
