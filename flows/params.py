@@ -189,3 +189,7 @@ class PipelineParams(StageParams):
     """Evaluation."""
     export: ExportConfig = ExportConfig()
     """Export."""
+    compare: list[DrafterSource] = Field(default=[])
+    """Other drafters of the same target to evaluate on the same prompts."""
+    publish_to: str = ""
+    """Where to copy the finished export: a folder, s3://bucket/prefix or hf://owner/name."""

@@ -85,14 +85,24 @@ def _stages(params: PipelineParams) -> Iterator[StageResult]:
     evaluation = run(
         evaluate,
         EvaluateParams(
-            **common, **target, run=trained.path, corpus=corpus.path, evaluate=params.evaluate
+            **common,
+            **target,
+            run=trained.path,
+            corpus=corpus.path,
+            evaluate=params.evaluate,
+            compare=params.compare,
         ),
     )
     yield evaluation
     yield run(
         export,
         ExportParams(
-            **common, **target, run=trained.path, evaluation=evaluation.path, export=params.export
+            **common,
+            **target,
+            run=trained.path,
+            evaluation=evaluation.path,
+            export=params.export,
+            publish_to=params.publish_to,
         ),
     )
 

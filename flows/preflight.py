@@ -5,7 +5,7 @@ Run by the command before Prefect starts, and again by the pipeline flow for run
 
 from __future__ import annotations
 
-from dflash_core.config import CurateConfig, TargetConfig
+from dflash_core.config import CurateConfig, EvaluateConfig, TargetConfig
 from dflash_core.manifest import Dataset
 from dflash_core.publish import check_destination
 from dflash_core.storage import Storage
@@ -36,14 +36,26 @@ def check(params: StageParams) -> None:
         from dflash_core.target import identify
 
         identify(target, require_template=True)
+    evaluate = getattr(params, "evaluate", None)
+    if isinstance(evaluate, EvaluateConfig):
+        _check_prompt_sets(evaluate)
     for url in getattr(getattr(params, "endpoints", None), "urls", ()):
         from dflash_core.served import base_url
 
         base_url(url)
     if isinstance(params, PipelineParams):
         _check_drafter(params)
-    if isinstance(params, ExportParams) and params.publish_to:
+    if isinstance(params, ExportParams | PipelineParams) and params.publish_to:
         check_destination(params.publish_to)
+
+
+def _check_prompt_sets(config: EvaluateConfig) -> None:
+    """Every prompt set is known and can be found: found out here, not after training."""
+    from dflash_core import prompt_sets
+
+    for prompt_set in config.prompt_sets:
+        if prompt_set.set != prompt_sets.HELD_OUT:
+            prompt_sets.identity(prompt_set)
 
 
 def _check_drafter(params: PipelineParams) -> None:
