@@ -30,7 +30,7 @@ from dflash_core.decode import (
     plain_steps,
     speculate_steps,
 )
-from dflash_core.evaluation import bootstrap_interval
+from dflash_core.evaluation_report import bootstrap_interval
 from dflash_core.generation import stop_ids
 from dflash_core.manifest import Dataset
 from dflash_core.sampling import Sampling

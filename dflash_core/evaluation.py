@@ -35,6 +35,7 @@ from dflash_core.decode import (
 from dflash_core.errors import InputError
 from dflash_core.evaluation_prompts import answer_text, choose_prompts, encode_prompt
 from dflash_core.evaluation_report import AFTER, BEFORE, markdown, picture, summarise
+from dflash_core.generation import stop_ids
 from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset, canonical_json, require_same, sha256
 from dflash_core.model import Drafter
@@ -276,10 +277,9 @@ class _Decoder:
         device = resolve_device(runtime.device)
         model = load_causal_lm(target, device)
         require_fast_kernels(model, device, runtime.slow_kernels)
-        stop_ids = _read(dataset)["stop_ids"]
-        own = getattr(model.generation_config, "eos_token_id", None)
-        own = own if isinstance(own, list) else [own]
-        ends = {index for index in (*stop_ids, *own) if index is not None}
+        tokenizer = load_tokenizer(target)
+        chats = {thinking: Chat(tokenizer, thinking) for thinking in set(config.thinking)}
+        ends = stop_ids(model, chats[config.thinking[0]])
 
         def ready(drafter: Drafter) -> Drafter:
             return drafter.to(device, model.dtype).requires_grad_(False)
@@ -303,8 +303,6 @@ class _Decoder:
                 None if head is None else head.to(device, model.dtype),
                 None if ids is None else ids.to(device),
             )
-        tokenizer = load_tokenizer(target)
-        chats = {thinking: Chat(tokenizer, thinking) for thinking in set(config.thinking)}
         return cls(model, entrants, chats, config, ends)
 
     def warm_up(self, input_ids: list[int]) -> None:

@@ -66,7 +66,7 @@ def choose_prompts(corpus: Dataset, target: TargetConfig, config: EvaluateConfig
                 "max_new_tokens, and for held-out prompts raise held_out_fraction of the curate stage"
             )
         entries += _entries(prompt_set.label, chosen, config)
-    stop_ids = sorted({chat.end_of_turn, tokenizer.eos_token_id} - {None})
+    stop_ids = sorted({*chat.ends_of_turn, tokenizer.eos_token_id} - {None})
     return {"prompts": entries, "stop_ids": stop_ids}
 
 
@@ -77,8 +77,8 @@ def encode_prompt(chat: Chat, messages: list[dict], tools: list[dict] | None) ->
 
 def answer_text(chat: Chat, tokens: list[int]) -> str:
     """An answer as the message that a client would send back, its end-of-turn token left out."""
-    stop = tokens[-1:] if tokens[-1:] in ([chat.end_of_turn], [chat.tokenizer.eos_token_id]) else []
-    return chat.decode(tokens[: len(tokens) - len(stop)])
+    ended = tokens[-1] in {*chat.ends_of_turn, chat.tokenizer.eos_token_id}
+    return chat.decode(tokens[:-1] if ended else tokens)
 
 
 def _candidates(prompt_set: PromptSetConfig, corpus: Dataset, wanted: int) -> list[Candidate]:
