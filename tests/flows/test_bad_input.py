@@ -26,7 +26,8 @@ def refused(tmp_path, capsys, target):
     def run(**changes):
         params = case.parameters(tmp_path, str(tmp_path / "root"), target)
         for key, value in changes.items():
-            params[key] = {**params[key], **value} if isinstance(value, dict) else value
+            old = params.get(key, {})
+            params[key] = {**old, **value} if isinstance(value, dict) else value
         config = tmp_path / "pipeline.yaml"
         config.write_text(yaml.safe_dump(params))
         capsys.readouterr()  # what making the target printed
@@ -66,6 +67,22 @@ def test_unknown_reader_lists_the_known_ones(refused):
     sentence = refused(curate={"sources": [{"name": "x", "reader": "nope"}]})
     assert "nope" in sentence
     assert "openai" in sentence
+
+
+def test_prompt_sets_are_looked_for_before_anything_is_computed(refused):
+    assert "'gsm9k' is not known" in refused(evaluate={"prompt_sets": [{"set": "gsm9k"}]})
+    asked = {"set": "file", "path": "/no/such/prompts.jsonl"}
+    assert "/no/such/prompts.jsonl" in refused(evaluate={"prompt_sets": [asked]})
+
+
+def test_a_layout_that_would_be_served_wrongly_is_refused_before_training(refused):
+    drafter = {"num_hidden_layers": 2, "attention": "mixed"}
+    sentence = refused(train={"drafter": drafter}, export={"layouts": ["speculators"]})
+    assert "layout speculators: vLLM 0.33 would serve" in sentence
+
+
+def test_where_a_drafter_cannot_be_published_is_said_at_once(refused):
+    assert "expected hf://owner/name" in refused(publish_to="hf://nobody")
 
 
 def test_tokenizer_without_chat_template(refused, tmp_path):
