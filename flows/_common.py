@@ -349,11 +349,12 @@ def progress_on_page(
     )
     began = shown = logged = time.monotonic()
     told, reached = began, start
+    first = (began, start)  # moves to the first unit: loading a model says nothing about the rest
     # Updates go out from a thread: while the server is slow or away, the work goes on.
     sending: Future | None = None
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:
-        nonlocal shown, logged, told, reached, sending
+        nonlocal shown, logged, told, reached, sending, first
         if _stopping.is_set():
             raise Stopped(f"{what}: stopped at {done} of {total}")
         now = time.monotonic()
@@ -362,11 +363,14 @@ def progress_on_page(
             if done > reached and now - told >= events.EVERY_S:
                 told, reached = now, done
                 events.emit(events.COMMITTED, run_id, done=done, total=total)
+            if first[1] == start and done > start and done < total:
+                first = (now, done)
             busy = sending is not None and not sending.done()
             if not last and (busy or now - shown < PROGRESS_EVERY_S):
                 return
             shown = now
-            left_s = (now - began) / max(1, done - start) * (total - done)
+            rate = (done - first[1]) / (now - first[0]) if done > first[1] else 0.0
+            left_s = (total - done) / rate if rate else None
             text = progress_text(done, total, left_s, numbers)
             sending = sender.submit(
                 copy_context().run,
@@ -384,10 +388,10 @@ def progress_on_page(
         yield progress
 
 
-def progress_text(done: int, total: int, left_s: float, numbers: dict[str, float]) -> str:
+def progress_text(done: int, total: int, left_s: float | None, numbers: dict[str, float]) -> str:
     """`120/299, 4 min left, tokens_per_s 310`: for the page and the log."""
     parts = [f"{done:,}/{total:,}"]
-    if done < total:
+    if done < total and left_s is not None:
         parts.append(f"{left_s:.0f} s left" if left_s < 90 else f"{left_s / 60:,.0f} min left")
     return ", ".join([*parts, *(f"{key} {value:,.4g}" for key, value in numbers.items())])
 

@@ -1,0 +1,59 @@
+"""Calls of the server's API while it restarts."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prefect.exceptions import PrefectHTTPStatusError
+
+from flows import server
+
+
+class Flaky:
+    """Fails as often as told, then answers."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+
+    def __call__(self, value: int) -> int:
+        if self.errors:
+            raise self.errors.pop(0)
+        return value
+
+
+def status(code: int) -> PrefectHTTPStatusError:
+    request = httpx.Request("GET", "http://server/api")
+    response = httpx.Response(code, request=request)
+    return PrefectHTTPStatusError(f"status {code}", request=request, response=response)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    import logging
+
+    monkeypatch.setattr(server, "PAUSE_S", 0.0)
+    monkeypatch.setattr(server, "get_run_logger", lambda: logging.getLogger("test"))
+
+
+def test_a_call_waits_until_the_server_is_back():
+    flaky = Flaky(httpx.ConnectError("refused"), status(503), httpx.ReadTimeout("slow"))
+    assert server.patiently(flaky, 7) == 7
+
+
+def test_a_refusal_is_not_an_outage():
+    with pytest.raises(PrefectHTTPStatusError):
+        server.patiently(Flaky(status(422)), 7)
+    with pytest.raises(PrefectHTTPStatusError):
+        server.once(Flaky(status(422)), 7)
+
+
+def test_patience_ends(monkeypatch):
+    monkeypatch.setattr(server, "PATIENCE_S", -1.0)
+    with pytest.raises(httpx.ConnectError):
+        server.patiently(Flaky(httpx.ConnectError("refused")), 7)
+
+
+def test_what_the_next_update_shows_anyway_is_not_waited_for():
+    flaky = Flaky(httpx.ConnectError("refused"), httpx.ConnectError("refused"))
+    server.once(flaky, 7)
+    assert len(flaky.errors) == 1
