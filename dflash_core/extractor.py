@@ -130,9 +130,8 @@ class Extractor:
         self._dtype: torch.dtype = getattr(torch, target.dtype)
         self._device = resolve_device(runtime.device)
         if self._device.index is not None:
-            torch.cuda.set_device(
-                self._device
-            )  # else pinned memory opens a context on the first GPU
+            # Else pinned memory opens a context on the first GPU.
+            torch.cuda.set_device(self._device)
         self._body = body or load_body(target, self._layer_ids, self._device)
         require_fast_kernels(self._body, self._device, runtime.slow_kernels)
         self._teacher = Teacher(target, self._body) if self._layout.teacher_top_k else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.resources
 import json
+import socket
+from contextvars import copy_context
+from threading import Event, Thread
 
 import pytest
 
@@ -66,6 +69,31 @@ def test_stored_credentials_reach_runs_by_reference_only(prefect_server, s3_serv
     assert resolved["AWS_ACCESS_KEY_ID"] == KEY
     assert resolved["AWS_SECRET_ACCESS_KEY"] == SECRET
     assert resolved["AWS_ENDPOINT_URL"] == s3_server.endpoint
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_a_gpu_is_held_by_one_run_at_a_time(prefect_server):
+    from prefect.client.orchestration import get_client
+
+    from flows.gpu_limits import holding, limit_name
+
+    with get_client(sync_client=True) as client:
+        client.upsert_global_concurrency_limit_by_name(limit_name(socket.gethostname(), 7), 1)
+    held = Event()
+
+    def second() -> None:
+        with holding(["cuda:7"]):
+            held.set()
+
+    thread = Thread(target=copy_context().run, args=(second,))
+    with holding(["cuda:7"]):
+        thread.start()
+        assert not held.wait(3), "two runs have the same GPU"
+    assert held.wait(60)
+    thread.join()
+    with holding(["cuda:8"]), holding(["cpu"]):
+        pass  # no limit was made for these: nobody waits
 
 
 class Registry:
