@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
+from prefect.runtime import flow_run
 from rich.console import Console
 
 from dflash_core.manifest import Dataset
@@ -52,7 +53,14 @@ def pipeline(params: PipelineParams) -> list[StageResult]:
 
 def _stages(params: PipelineParams) -> Iterator[StageResult]:
     """Runs the stages in order, each with the paths that the earlier ones handed on."""
-    common: dict[str, Any] = {"root": params.root, "name": params.name, "runtime": params.runtime}
+    # Once: a pipeline that is started again goes on with what its first start has forced.
+    force = params.force and (flow_run.run_count or 0) <= 1
+    common: dict[str, Any] = {
+        "root": params.root,
+        "name": params.name,
+        "runtime": params.runtime,
+        "force": force,
+    }
     target: dict[str, Any] = {"target": params.target}
     run = _as_deployment if params.stages_run == "as-deployments" else _here
     corpus = run(curate, CurateParams(**common, curate=params.curate))
