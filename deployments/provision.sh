@@ -95,7 +95,7 @@ python_test() { # the newest Python that the project supports, with venv
 python_do() { as_root apt-get update -q && as_root apt-get install -y -q python3 python3-venv python3-dev build-essential git; }
 step "Python with venv" python_test python_do
 
-venv_test() { "$PY" --version && "$HOME_DIR/.venv/bin/uv" --version; }
+venv_test() { local uv && uv=$("$HOME_DIR/.venv/bin/uv" --version) && echo "$("$PY" --version), ${uv% (*}"; }
 venv_do() { "$(python_test)" -m venv .venv && .venv/bin/pip install -q uv; }
 step "environment .venv" venv_test venv_do
 
