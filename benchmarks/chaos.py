@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflash_core.config import TargetConfig
 from dflash_core.manifest import Dataset, sha256
 from dflash_core.storage import Storage
 from tests import targets
@@ -104,17 +103,59 @@ class Service:
         self.s3.stop()
 
 
-def start_pipeline(params: dict) -> str:
-    """A run of pipeline/cluster; returns its id."""
-    params = params | {"stages_run": "as-deployments"}
-    params["runtime"] = params["runtime"] | {"units_per_run": 24, "span_packs": 4}
+class Pipeline:
+    """The whole way, each stage as a run of its own deployment."""
+
+    deployment = "pipeline/cluster"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._target = targets.qwen3_5_text(folder / "target")
+
+    def undisturbed(self, url: str) -> None:
+        """All stages in one process."""
+        params = case.parameters(self._folder, url, self._target)
+        case.finish(self._folder, case.start(self._folder, params, {}), timeout_s=900)
+
+    def parameters(self, url: str) -> dict:
+        """Parameters of the deployment."""
+        params = case.parameters(self._folder, url, self._target)
+        runtime = params["runtime"] | {"units_per_run": 24, "span_packs": 4}
+        return params | {"stages_run": "as-deployments", "runtime": runtime}
+
+
+class Extraction:
+    """Extraction alone, over child runs: what a test has time for."""
+
+    deployment = "extract/fan-out"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._target = targets.qwen3_5_text(folder / "target")
+
+    def undisturbed(self, url: str) -> None:
+        """All packs in this process."""
+        root = Storage.from_url(url)
+        made = case.tokens(self._folder, root, self._target, count=32)
+        case.extract_alone(root, made, self._target, name="case")
+
+    def parameters(self, url: str) -> dict:
+        """Parameters of the deployment, after making the tokens."""
+        root = Storage.from_url(url)
+        made = case.tokens(self._folder, root, self._target, count=32)
+        params = case.extract_params(root, made, self._target, units_per_run=10, span_packs=2)
+        return params.model_dump(mode="json")
+
+
+def start(deployment: str, params: dict) -> str:
+    """A run of the deployment; returns its id."""
     code = (
         "import json, sys; from prefect.deployments import run_deployment; "
-        "run = run_deployment('pipeline/cluster', parameters={'params': json.load(sys.stdin)}, timeout=0); "
+        "run = run_deployment(sys.argv[1], parameters={'params': json.load(sys.stdin)}, timeout=0); "
         "print(run.id)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, deployment],
         input=json.dumps(params),
         capture_output=True,
         text=True,
@@ -146,12 +187,14 @@ def contents(root: Storage) -> dict[str, str]:
     }
 
 
-def run(rounds: int, seed: int, folder: Path, limit_s: float) -> Iterator[str]:
+def run(
+    rounds: int, seed: int, folder: Path, limit_s: float, scenario: type[Pipeline | Extraction]
+) -> Iterator[str]:
     """Lines of the log; raises AssertionError when something is not as it must be."""
     lines: list[str] = []
     began = time.monotonic()
     chance = random.Random(seed)
-    target: TargetConfig = targets.qwen3_5_text(folder / "target")
+    wanted = scenario(folder)
     service = Service(folder, lines.append)
 
     def stamp(text: str) -> str:
@@ -163,8 +206,7 @@ def run(rounds: int, seed: int, folder: Path, limit_s: float) -> Iterator[str]:
 
     try:
         whole = f"s3://{BUCKET}/undisturbed"
-        process = case.start(folder, case.parameters(folder, whole, target), {})
-        case.finish(folder, process, timeout_s=limit_s)
+        wanted.undisturbed(whole)
         expected = contents(Storage.from_url(whole))
         yield stamp(f"undisturbed run done: {len(expected)} objects to compare")
         service.supervise()
@@ -173,8 +215,8 @@ def run(rounds: int, seed: int, folder: Path, limit_s: float) -> Iterator[str]:
         while victims or not number:
             number += 1
             url = f"s3://{BUCKET}/chaos-{number}"
-            run_id = start_pipeline(case.parameters(folder, url, target))
-            yield stamp(f"pipeline {number} started")
+            run_id = start(wanted.deployment, wanted.parameters(url))
+            yield stamp(f"{wanted.deployment} {number} started")
             next_kill = time.monotonic() + chance.uniform(5, 40)
             while (state := state_of(service, run_id)) not in FINAL:
                 assert time.monotonic() - began < limit_s, f"{state}: no end within {limit_s:.0f} s"
@@ -186,8 +228,8 @@ def run(rounds: int, seed: int, folder: Path, limit_s: float) -> Iterator[str]:
                     yield stamp(f"round {done}: killed {what}")
                     next_kill = time.monotonic() + chance.uniform(5, 40)
                 time.sleep(1)
-            yield stamp(f"pipeline {number} ended as {state}")
-            assert state == "Completed", f"pipeline {number} ended as {state}"
+            yield stamp(f"{wanted.deployment} {number} ended as {state}")
+            assert state == "Completed", "it did not complete"
             root = Storage.from_url(url)
             found = contents(root)
             differing = sorted(
@@ -197,10 +239,8 @@ def run(rounds: int, seed: int, folder: Path, limit_s: float) -> Iterator[str]:
             store: Dataset = case.only(root, "hidden")
             twice = case.done_twice(store)
             assert not twice, f"written after they were committed: {twice[:10]}"
-            yield stamp(
-                f"pipeline {number}: {len(found)} objects equal, no committed pack written twice"
-            )
-        yield stamp(f"{rounds} kills, {number} pipelines, all as undisturbed")
+            yield stamp(f"{len(found)} objects equal, no committed pack written twice")
+        yield stamp(f"{rounds} kills, {number} runs, all as undisturbed")
     finally:
         service.close()
 
@@ -216,7 +256,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("chaos.log"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, options.log.open("w") as log:
-        for line in run(options.rounds, options.seed, Path(folder), options.minutes * 60):
+        for line in run(options.rounds, options.seed, Path(folder), options.minutes * 60, Pipeline):
             print(line, flush=True)
             print(line, file=log, flush=True)
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import yaml
 
-from dflash_core.config import TargetConfig
+from dflash_core.config import ExtractConfig, Runtime, TargetConfig
+from dflash_core.device_work import InProcess, Job
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
+from flows.params import ExtractParams
 
 STAGES = ("corpora", "tokens", "hidden", "runs", "evaluations", "exports")
 
@@ -132,6 +134,41 @@ def tokens(folder: Path, root: Storage, target: TargetConfig, count: int = 60) -
     tokenization.run_units(made, corpus, target, parts, lambda *_: None)
     tokenization.seal(made, corpus)
     return made
+
+
+def extract_params(
+    root: Storage, made: Dataset, target: TargetConfig, **runtime: int
+) -> ExtractParams:
+    """Parameters of an extraction of `made`, tokens of `tokens`."""
+    return ExtractParams(
+        root=root.url,
+        name="case",
+        tokens=made.path,
+        target=target,
+        extract=ExtractConfig(chunk_rows=32),
+        runtime=Runtime.model_validate({"device": "cpu", **runtime}),
+    )
+
+
+def extract_alone(
+    root: Storage, made: Dataset, target: TargetConfig, name: str = "alone"
+) -> Dataset:
+    """The store of `extract_params`, extracted in one go in this process."""
+    from dflash_core import extraction
+
+    asked = extract_params(root, made, target)
+    dataset = extraction.plan(root, name, made, target, asked.extract)
+    job = Job(
+        stage="extract",
+        root=root.url,
+        path=dataset.path,
+        source=made.path,
+        target=target,
+        runtime=asked.runtime,
+    )
+    InProcess(job).run(extraction.units(dataset))
+    extraction.seal(dataset)
+    return dataset
 
 
 def done_twice(dataset: Dataset) -> list[str]:

@@ -22,5 +22,5 @@ def environment():
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_kills_change_nothing(environment, tmp_path):
-    lines = list(chaos.run(rounds=2, seed=1, folder=tmp_path, limit_s=1100))
+    lines = list(chaos.run(2, 1, tmp_path, 1100, chaos.Extraction))
     assert "all as undisturbed" in lines[-1], "\n".join(lines)

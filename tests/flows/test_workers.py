@@ -10,13 +10,10 @@ import time
 import pytest
 
 from dflash_core import extraction
-from dflash_core.config import ExtractConfig, Runtime
-from dflash_core.device_work import InProcess, Job
 from dflash_core.hidden_states import HiddenStates
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from dflash_core.store import verify
-from flows.params import ExtractParams
 from tests import targets
 from tests.flows import pipeline_case as case
 from tests.prefect_server import RUNS, end, processes_of
@@ -46,34 +43,6 @@ def wait_until(happened, what: str, timeout_s: float = 180):
     return answer
 
 
-def params(root: Storage, tokens: Dataset, target, **runtime) -> ExtractParams:
-    return ExtractParams(
-        root=root.url,
-        name="case",
-        tokens=tokens.path,
-        target=target,
-        extract=ExtractConfig(chunk_rows=32),
-        runtime=Runtime(device="cpu", **runtime),
-    )
-
-
-def alone(root: Storage, tokens: Dataset, target) -> Dataset:
-    """The same store, extracted in one go in this process."""
-    asked = params(root, tokens, target)
-    dataset = extraction.plan(root, "alone", tokens, target, asked.extract)
-    job = Job(
-        stage="extract",
-        root=root.url,
-        path=dataset.path,
-        source=tokens.path,
-        target=target,
-        runtime=asked.runtime,
-    )
-    InProcess(job).run(extraction.units(dataset))
-    extraction.seal(dataset)
-    return dataset
-
-
 def same_bytes(ours: Dataset, theirs: Dataset) -> bool:
     ours, theirs = HiddenStates.open(ours), HiddenStates.open(theirs)
     assert ours.num_packs == theirs.num_packs
@@ -89,7 +58,7 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
 
     root = Storage.from_url(s3_url)
     tokens = case.tokens(tmp_path, root, target, count=24)
-    asked = params(root, tokens, target, units_per_run=6, span_packs=1)
+    asked = case.extract_params(root, tokens, target, units_per_run=6, span_packs=1)
     children = {}
 
     def states() -> list:
@@ -119,7 +88,7 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
     assert states().count(StateType.CRASHED) >= 1, "the killed worker's run counts as crashed"
     assert verify(store, "full") == []
     assert case.done_twice(store) == []
-    assert same_bytes(store, alone(root, tokens, target))
+    assert same_bytes(store, case.extract_alone(root, tokens, target))
 
 
 def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
@@ -130,7 +99,7 @@ def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
 
     root = Storage.from_url(str(tmp_path / "root"))
     tokens = case.tokens(tmp_path, root, target, count=800)
-    asked = params(root, tokens, target, device_processes=1, span_packs=64)
+    asked = case.extract_params(root, tokens, target, device_processes=1, span_packs=64)
     store = extraction.plan(root, "case", tokens, target, asked.extract)
     home = prefect_server.folder
     worker = prefect_server.worker("one", "gpu")
