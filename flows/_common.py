@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import partial
+from functools import cache, partial
 from threading import Event, Lock, Semaphore
 from types import FunctionType
 from typing import Any, TypeVar
@@ -114,13 +114,14 @@ def stage_task(function: FunctionType) -> Any:
     )(function)
 
 
-def results_block(root: Storage) -> str:
-    """Slug of the block that keeps task results under the root, saved if it is new.
+@cache
+def results_block(root_url: str) -> str:
+    """Slug of the block that keeps task results under the root; saved once by each process.
 
     No secret is stored: on S3 the block finds credentials where the core does, in the environment.
     """
-    name = f"dflash-results-{hashlib.sha256(root.url.encode()).hexdigest()[:10]}"
-    parts = urlsplit(root.url)
+    name = f"dflash-results-{hashlib.sha256(root_url.encode()).hexdigest()[:10]}"
+    parts = urlsplit(root_url)
     if parts.scheme == "s3":
         from prefect_aws import AwsClientParameters, AwsCredentials, S3Bucket
 
@@ -201,7 +202,7 @@ class Stage:
         get_run_logger().info(
             "%d of %d units are missing in %s", len(left), len(units), dataset.url
         )
-        storage = patiently(results_block, self.root)
+        storage = patiently(results_block, self.root.url)
         with (
             _told(),
             gpus_on_page(),
@@ -341,17 +342,20 @@ def progress_on_page(
         key: the artifact is `<stage>-<key>`, letters, digits and dashes.
     """
     logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
-    artifact: Any = patiently(
-        create_progress_artifact,
-        progress=0.0,
-        key=f"{stage}-{key}".replace("_", "-"),
-        description=what,
-    )
     began = shown = logged = time.monotonic()
     told, reached = began, start
     first = (began, start)  # moves to the first unit: loading a model says nothing about the rest
-    # Updates go out from a thread: while the server is slow or away, the work goes on.
+    artifact: Any = None
     sending: Future | None = None
+
+    def show(percent: float, text: str) -> None:
+        nonlocal artifact
+        if artifact is None:
+            artifact = create_progress_artifact(
+                percent, key=f"{stage}-{key}".replace("_", "-"), description=text
+            )
+        else:
+            update_progress_artifact(artifact, progress=percent, description=text)
 
     def progress(done: int, total: int, numbers: dict[str, float]) -> None:
         nonlocal shown, logged, told, reached, sending, first
@@ -363,22 +367,17 @@ def progress_on_page(
             if done > reached and now - told >= events.EVERY_S:
                 told, reached = now, done
                 events.emit(events.COMMITTED, run_id, done=done, total=total)
-            if first[1] == start and done > start and done < total:
+            if first[1] == start and start < done < total:
                 first = (now, done)
             busy = sending is not None and not sending.done()
             if not last and (busy or now - shown < PROGRESS_EVERY_S):
                 return
             shown = now
             rate = (done - first[1]) / (now - first[0]) if done > first[1] else 0.0
-            left_s = (total - done) / rate if rate else None
-            text = progress_text(done, total, left_s, numbers)
+            text = progress_text(done, total, (total - done) / rate if rate else None, numbers)
+            # From a thread: while the server is slow or away, the work goes on.
             sending = sender.submit(
-                copy_context().run,
-                once,
-                update_progress_artifact,
-                artifact,
-                progress=100.0 * done / max(total, 1),
-                description=f"{what}: {text}",
+                copy_context().run, once, show, 100.0 * done / max(total, 1), f"{what}: {text}"
             )
             if now - logged >= LOG_EVERY_S or last:
                 logged = now

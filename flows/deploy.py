@@ -175,7 +175,7 @@ def _blocks(setup: Setup) -> Iterator[str]:
 
         root = Storage.from_url(setup.root, patient=False)
         root.preflight()
-        yield f"block {results_block(root)} for results under {root.url}"
+        yield f"block {results_block(root.url)} for results under {root.url}"
 
 
 def _pool(client: Any, setup: Setup) -> Iterator[str]:

@@ -147,7 +147,7 @@ def test_the_block_for_results_in_a_bucket_stores_no_credentials(prefect_server,
 
     from flows._common import results_block
 
-    slug = results_block(Storage.from_url(s3_url))
+    slug = results_block(s3_url)
     block = S3Bucket.load(slug.removeprefix("s3-bucket/"))
     assert f"s3://{block.bucket_name}/{block.bucket_folder}" == f"{s3_url}/_prefect"
     stored = block.model_dump_json(context={"include_secrets": True})
