@@ -37,7 +37,7 @@ from dflash_core.storage import Storage
 from tests.prefect_server import PrefectServer
 
 TARGET = TargetConfig(id="demo/target", dtype="float32")
-CHATS, STEPS = 400, 250
+CHATS, STEPS = 400, 200
 
 
 class Clock:
