@@ -80,6 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
                 name, {"visibility": asked["visibility"], "files": {}}
             )
             self._answer(200, {"url": f"{self.server.url}/{name}"})
+        elif self.path == "/api/validate-yaml":  # of a README.md
+            self._answer(200, {"errors": [], "warnings": []})
         elif "/preupload/" in self.path:
             files = [
                 {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}

