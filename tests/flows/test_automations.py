@@ -1,0 +1,79 @@
+"""What the server tells people by itself: a stage that stalls, a run that fails."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from dflash_core.errors import InputError
+from flows.params import StageParams
+
+
+@pytest.fixture
+def inbox():
+    """A web hook on loopback: its address, and the texts that it was sent."""
+    texts: list[str] = []
+
+    class Hook(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            texts.append(json.loads(body)["text"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Says nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Hook)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/", texts
+    server.shutdown()
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
+    from prefect import tags
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock
+    from prefect.client.orchestration import get_client
+
+    from flows import automations, events
+    from flows._common import stage_flow
+
+    url, texts = inbox
+    hook = CustomWebhookNotificationBlock(
+        name="inbox", url=url, method="POST", json_data={"text": "{{subject}} {{body}}"}
+    )
+    block_id = hook.save("inbox", overwrite=True)
+
+    @stage_flow
+    def fails(params: StageParams) -> None:
+        raise InputError("rows.jsonl has no column 'messages'")
+
+    working, stalled = str(uuid.uuid4()), str(uuid.uuid4())
+    with get_client(sync_client=True) as client:
+        try:
+            automations.ensure(client, stall_minutes=0.25, notify=block_id)
+            time.sleep(5)  # the server reads its automations anew
+            with tags("dflash"), pytest.raises(InputError):
+                fails(StageParams(root=str(tmp_path)))
+            events.emit(events.STARTED, stalled)
+            events.emit(events.STARTED, working)
+            deadline = time.monotonic() + 120
+            while len(texts) < 2 and time.monotonic() < deadline:
+                time.sleep(4)
+                events.emit(events.COMMITTED, working, done=1, total=2)
+            events.emit(events.ENDED, working)
+        finally:
+            automations.ensure(client, stall_minutes=30, notify=None)
+    failed = [text for text in texts if "run failed" in text]
+    assert len(failed) == 1
+    assert "rows.jsonl has no column 'messages'" in failed[0]
+    assert [text for text in texts if "no progress" in text], texts
+    assert len(texts) == 2, "the stage that commits is left alone"
