@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from dflash_core.config import Runtime, TargetConfig
 from dflash_core.storage import Storage
+from flows.params import ExtractParams
 from tests import targets
 from tests.flows import pipeline_case as case
 
@@ -107,8 +109,9 @@ def test_a_person_finds_the_form_starts_a_run_and_sees_it_work(ui, page, tmp_pat
     page.get_by_role("button", name="Run", exact=True).click()
     page.get_by_text("Custom run").click()
 
-    page.get_by_text("Path of a tokens dataset under the root").wait_for()
-    assert page.get_by_text("Packs of one extraction task.").is_visible()
+    for model, name in ((ExtractParams, "tokens"), (Runtime, "span_packs"), (TargetConfig, "id")):
+        text = " ".join((model.model_fields[name].description or "").split())
+        page.get_by_text(text).wait_for()
     form = {"Root": str(tmp_path / "root"), "Tokens": tokens.path, "Id": target.id}
     for name, value in form.items():
         page.get_by_role("textbox", name=f"{name} (Optional)", exact=True).fill(value)
