@@ -243,34 +243,42 @@ class _Process:
     def work(self, units: Sequence, progress: Progress) -> None:
         child = self._child or self._start()
         try:
-            if self._fresh:
-                _send(child.stdin, self._job.model_dump(mode="json"))
-                self._fresh = False
-            _send(child.stdin, {"units": list(units)})
-            for line in child.stdout or ():
-                message = json.loads(line)
-                if "progress" in message:
-                    progress(*message["progress"])
-                elif "log" in message:
-                    name, level, text = message["log"]
-                    logging.getLogger(name).log(level, "%s: %s", self._device, text)
-                elif "error" in message:
-                    raise _error(**message["error"])
-                else:
-                    return
+            error = self._converse(child, units, progress)
         except BrokenPipeError:
-            pass
-        except DFlashError as error:
-            if isinstance(error, DeviceError):  # its context is lost; only a new process helps
-                self.end(time.monotonic())
-            raise
+            error = self._death(child)
         except BaseException:
             self.end(time.monotonic())  # it still works on a span that nobody waits for
             raise
-        self._child = None
+        if isinstance(error, DeviceError):
+            self.end(time.monotonic())  # dead, or its context is lost; only a new process helps
+        if error is not None:
+            raise error
+
+    def _converse(
+        self, child: subprocess.Popen[str], units: Sequence, progress: Progress
+    ) -> Exception | None:
+        """Sends a span and listens until it is done; returns what went wrong."""
+        if self._fresh:
+            _send(child.stdin, self._job.model_dump(mode="json"))
+            self._fresh = False
+        _send(child.stdin, {"units": list(units)})
+        for line in child.stdout or ():
+            message = json.loads(line)
+            if "progress" in message:
+                progress(*message["progress"])
+            elif "log" in message:
+                name, level, text = message["log"]
+                logging.getLogger(name).log(level, "%s: %s", self._device, text)
+            elif "error" in message:
+                return _error(**message["error"])
+            else:
+                return None
+        return self._death(child)
+
+    def _death(self, child: subprocess.Popen[str]) -> DeviceError:
         code = child.wait()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-        raise DeviceError(f"the process on {self._device} died ({how}); its units are done again")
+        return DeviceError(f"the process on {self._device} died ({how}); its units are done again")
 
     def _start(self) -> subprocess.Popen[str]:
         self._child = child = subprocess.Popen(

@@ -161,6 +161,21 @@ def test_an_error_keeps_its_type_and_the_process(processes):
     assert pids(dataset)["a"] == pids(dataset)["d"]
 
 
+def test_a_progress_that_raises_ends_the_span_and_the_next_one_starts_clean(processes):
+    workers, dataset = processes
+
+    def stop(done, total, numbers):
+        raise InputError("stopped here")
+
+    for unit in ("a", "b"):  # both processes
+        with pytest.raises(InputError, match="stopped here"):
+            workers.run([unit, "slow"], stop)
+    seen: list = []
+    workers.run(["c"], lambda *state: seen.append(state))
+    assert [state[:2] for state in seen] == [(1, 1)], "no word of the span before"
+    assert set(pids(dataset)) == {"a", "b", "c"}
+
+
 def test_a_killed_process_is_an_error_worth_retrying_and_is_replaced(processes):
     workers, dataset = processes
     killed = {}

@@ -81,3 +81,9 @@ def test_no_secret_and_no_machine_in_the_file():
     text = (ROOT / "prefect.yaml").read_text()
     assert not re.search(r"secret|passw|access_key|api_key|\bhf_|AKIA|://", text, re.IGNORECASE)
     assert not re.search(r"\s/\w", text), "an absolute path"
+
+
+def test_nothing_is_unpickled():
+    for folder in ("dflash_core", "flows", "deployments"):
+        for file in (ROOT / folder).rglob("*.py"):
+            assert not re.search(r"import (cloud)?pickle|torch\.load\(", file.read_text()), file
