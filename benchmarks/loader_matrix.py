@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:/tmp/peers python benchmarks/loader_matrix.py
 
-/tmp/peers holds the two packages that are compared with; tests/loaders.py says how to install them. The
+/tmp/peers holds the packages that are compared with; tests/loaders.py says how to install them. The
 target is a tiny random Qwen3, the drafters are random. vLLM and SGLang are not run: for those the table
 says what their own rules make of config.json (dflash_core/engines.py).
 """

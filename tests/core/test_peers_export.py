@@ -34,6 +34,15 @@ def test_the_z_lab_package_computes_our_logits(tmp_path, target, attention):
     assert differences(folders["z-lab"], target, loaders.zlab) <= 1e-5
 
 
+@pytest.mark.parametrize("weights", ["int8", "fp8"])
+def test_compressed_tensors_multiplies_our_quantised_weights_out(tmp_path, target, weights):
+    pytest.importorskip("dflash.model", reason="the z-lab package is not installed")
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    config = ExportConfig(layouts=["z-lab"], weights=weights)
+    folders, _ = exported(tmp_path, target, ["z-lab"], config=config, factor=1.1234567)
+    assert differences(folders["z-lab"], target, loaders.zlab) <= 1e-5
+
+
 @pytest.mark.parametrize("attention", ["full-bidir", "swa-causal", "swa-bidir"])
 def test_the_speculators_package_computes_our_logits(tmp_path, target, attention):
     """Windows longer than a document: theirs is counted from the anchor for all slots, ours from each."""
