@@ -80,7 +80,7 @@ def _whole_pack(model, pack: RandomPack) -> Tensor:
     from speculators.models.attention import create_float_mask
 
     size, rows = model.block_size, len(pack.taps_TC)
-    documents = pack.documents_T[None]
+    documents = ((pack.positions_T == 0).cumsum(0) - 1)[None]
     model._create_mask_fn = create_float_mask
     model.config.transformer_layer_config._attn_implementation = "eager"
     masks = {}

