@@ -50,7 +50,8 @@ def evaluate(params: EvaluateParams) -> StageResult:
     )
     if stage.has_work(dataset):
         units = evaluation.units(dataset)
-        stage.run(evaluate_prompts, params, units, evaluation.missing(dataset), span=16)
+        # Every task loads the target; what is done is kept by prompt, so long ones lose nothing.
+        stage.run(evaluate_prompts, params, units, evaluation.missing(dataset), span=256)
         evaluation.seal(dataset)
     show_report(dataset)
     return stage.publish(evaluation_report.table(dataset.facts))
