@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A fresh Ubuntu machine with NVIDIA GPUs to a running DFlash worker, in one command:
+# A fresh Ubuntu machine (24.04 or newer) with NVIDIA GPUs to a running DFlash worker, in one command:
 #
 #   sudo -E deployments/provision.sh --server http://10.0.0.1:4200/api --target Qwen/Qwen3-8B
 #
@@ -127,11 +127,11 @@ conv_do() {
   command -v nvcc >/dev/null || { echo "causal-conv1d has no wheels and needs nvcc to be built: install the CUDA toolkit, or give --conv-wheel or --no-conv" >&2; exit 1; }
   local folder
   folder=$(mktemp -d)
+  .venv/bin/uv pip install -q --python "$PY" setuptools wheel ninja packaging
   CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE "$PY" -m pip download -q --no-deps --no-binary :all: --no-build-isolation -d "$folder" 'causal-conv1d>=1.7,<2'
   tar -xf "$folder"/*.tar.gz -C "$folder"
   # Its setup.py names nine architectures, whatever the card; one takes a ninth of the time.
   "$PY" deployments/one_architecture.py "$folder"/*/setup.py "$ARCH"
-  .venv/bin/uv pip install -q --python "$PY" setuptools wheel ninja packaging
   (cd "$folder"/*/ && CAUSAL_CONV1D_FORCE_BUILD=TRUE "$PY" -m pip install -q --no-deps --no-build-isolation .)
   rm -rf "$folder"
 }
