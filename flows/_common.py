@@ -342,6 +342,7 @@ def progress_on_page(
         key: the artifact is `<stage>-<key>`, letters, digits and dashes.
     """
     logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
+    context = copy_context()  # of the run that the artifact belongs to
     began = shown = logged = time.monotonic()
     told, reached = began, start
     first = (began, start)  # moves to the first unit: loading a model says nothing about the rest
@@ -377,7 +378,7 @@ def progress_on_page(
             text = progress_text(done, total, (total - done) / rate if rate else None, numbers)
             # From a thread: while the server is slow or away, the work goes on.
             sending = sender.submit(
-                copy_context().run, once, show, 100.0 * done / max(total, 1), f"{what}: {text}"
+                context.run, once, show, 100.0 * done / max(total, 1), f"{what}: {text}"
             )
             if now - logged >= LOG_EVERY_S or last:
                 logged = now
