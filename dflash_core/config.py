@@ -155,7 +155,7 @@ class TokenizeConfig(Config):
 
     thinking: bool = False
     """Thinking mode of the chat template. Must match how the target is served. Rows that name their own
-    mode (`metadata.thinking`, as regeneration writes it) are printed in that."""
+    mode (`asked_to_think`, as regeneration writes it) are printed in that."""
     pack_tokens: int = Field(default=16_384, ge=64)
     """Rows of a pack: one forward of the target, one unit of extraction, one training sequence."""
     too_long: Literal["cut", "cut at turn", "drop"] = "cut"

@@ -243,7 +243,7 @@ class _Chats:
 
     def of(self, row: Row) -> Chat:
         """In the mode that the row was answered in, or that of the configuration where it does not say."""
-        mode = row.metadata.get("thinking", self._thinking)
+        mode = row.metadata.get("asked_to_think", self._thinking)
         if mode not in self._by_mode:
             self._by_mode[mode] = Chat(self._tokenizer, mode)
         return self._by_mode[mode]
@@ -308,6 +308,9 @@ def _tokenize(chats: _Chats, rows: list[Row], config: TokenizeConfig) -> _Part:
     planned: list[tuple[Row, list[Rendering]]] = []
     for row in rows:
         part.counts["rows"] += 1
+        if tokens := row.metadata.get("tokens"):
+            _add_given(part, row, tokens, len(chats.any.tokenizer))
+            continue
         try:
             found, unsupervised = renderings(chats.of(row), row)
         except Unrenderable as error:
@@ -337,6 +340,17 @@ def _tokenize(chats: _Chats, rows: list[Row], config: TokenizeConfig) -> _Part:
             part.reject(row, "answer does not survive the tokenizer")
     part.counts += chats.take_counts()
     return part
+
+
+def _add_given(part: _Part, row: Row, tokens: dict, vocab_size: int) -> None:
+    """A row that came tokenized is one sample, as it came."""
+    ids, mask = tokens["input_ids"], np.array(tokens["loss_mask"], dtype=np.int8)
+    if max(ids) >= vocab_size:
+        part.reject(row, "token is not in the vocabulary", str(max(ids)))
+        return
+    borders = np.flatnonzero(np.diff(mask, prepend=0, append=0))
+    spans = [(int(a), int(b)) for a, b in borders.reshape(-1, 2)]
+    part.add(row, [Sample(ids, spans, [])])
 
 
 def _write_part(dataset: Dataset, unit: str, part: _Part) -> dict:

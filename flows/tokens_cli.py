@@ -110,8 +110,11 @@ def _open(root: str, path: str) -> Tokens:
 
 
 def _only(storage) -> str:
-    names = sorted({info.key.split("/")[0] for info in storage.child("tokens").list()})
+    keys = (info.key for info in storage.child("tokens").list())
+    names = sorted(key.split("/")[0] for key in keys if key.endswith("/manifest.json"))
     if len(names) == 1:
         return f"tokens/{names[0]}"
     shown = ", ".join(f"tokens/{name}" for name in names) or "none"
-    raise InputError(f"expected one tokens dataset under {storage.url}, found {shown}; name one")
+    raise InputError(
+        f"expected one complete tokens dataset under {storage.url}, found {shown}; name one"
+    )

@@ -390,11 +390,12 @@ class _Work:
         """Writes the answered rows and commits the unit."""
         mixed = self._config.thinking and self._config.thinking_share < 1
         answered = [it for it in dialogues if it.answers]
-        refused = [it for it in dialogues if not it.answers]
+        refused = [it for it in dialogues if not it.answers and not it.came_tokenized]
         counts["thinking_rows"] = sum(it.thinking for it in answered)
         counts["cut_by_length"] = sum(it.cut for it in dialogues)
         counts["ended_early"] = sum(it.ended_early for it in dialogues)
         rows = [it.answered(mixed) for it in answered]
+        rows += [it.row for it in dialogues if it.came_tokenized]
         record = {
             "part": write_part(self._dataset.storage, "parts/train", rows) if rows else None,
             "counts": {name: int(count) for name, count in counts.items()},
@@ -420,8 +421,15 @@ class _Dialogue:
     detail: str = ""
     ended_early: bool = False
 
+    @property
+    def came_tokenized(self) -> bool:
+        """Such a row has no messages to answer and is kept as it is."""
+        return "tokens" in self.row.metadata
+
     def next_prompt(self) -> Prompt | None:
         """Moves to the next assistant turn; None when there is none, and nothing left to answer."""
+        if self.came_tokenized:
+            return None
         recorded = self.row.messages
         while self.place < len(recorded) and recorded[self.place]["role"] != "assistant":
             self.history.append(recorded[self.place])
@@ -473,10 +481,11 @@ class _Dialogue:
         """
         last = max(i for i, message in enumerate(self.history) if message["role"] == "assistant")
         messages = self.history[: last + 1]
-        metadata = {k: v for k, v in self.row.metadata.items() if k != "prompt_only"}
+        stale = ("prompt_only", "asked_to_think", "cut_by_length", "written_characters")
+        metadata = {k: v for k, v in self.row.metadata.items() if k not in stale}
         metadata["group"] = group_of(self.row)
         if mixed:
-            metadata["thinking"] = self.thinking
+            metadata["asked_to_think"] = self.thinking
         if self.cut:
             metadata["cut_by_length"] = True
             if self.written:

@@ -159,6 +159,20 @@ def test_a_row_that_cannot_be_answered_is_counted_with_its_reason(root):
     assert facts["rejected"] == {"too long": 1}
 
 
+def test_a_row_that_came_tokenized_is_kept_as_it_is(root):
+    given = Row("g", "test", [], None, {"tokens": {"input_ids": [1, 2], "loss_mask": [0, 1]}})
+    corpus = corpus_of(root, [row_of(user("a"), assistant("b")), given])
+    inputs = {"corpus": corpus.fingerprint, "rows": "2"}
+    dataset = Dataset.create(
+        root, CORPORA, "r", version=1, config=RegenerateConfig(), inputs=inputs
+    )
+    todo = regeneration.missing(dataset)
+    regeneration.answer_units(dataset, corpus, Scripted(says("new")), todo)
+    facts = regeneration.seal(dataset)["facts"]
+    assert given in list(read_rows(dataset, "train"))
+    assert (facts["num_train"], facts["answers"], facts["rejected"]) == (2, 1, {})
+
+
 # --- reading what the target wrote -------------------------------------------------------------
 
 WRITTEN = [

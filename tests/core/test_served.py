@@ -171,7 +171,7 @@ def test_a_share_of_the_rows_is_answered_with_thinking_and_every_row_names_its_m
         body["messages"][0]["content"].upper(): body["chat_template_kwargs"]["enable_thinking"]
         for body in server.requests
     }
-    assert {row.messages[-1]["content"]: row.metadata["thinking"] for row in rows} == modes
+    assert {row.messages[-1]["content"]: row.metadata["asked_to_think"] for row in rows} == modes
     assert facts["thinking_rows"] == sum(modes.values())
     assert 12 <= facts["thinking_rows"] <= 36
 

@@ -327,13 +327,31 @@ def test_rows_are_printed_in_the_mode_that_they_were_answered_in(root, tmp_path)
     target = chats.target(tmp_path / "target", REWRITING)
     rows = [
         row_of(user("a"), assistant("b", reasoning_content="hm")),
-        row_of(user("c"), assistant("d", reasoning_content="hm"), thinking=True),
-        row_of(user("e"), assistant("f"), thinking=False),
+        row_of(user("c"), assistant("d", reasoning_content="hm"), asked_to_think=True),
+        row_of(user("e"), assistant("f"), asked_to_think=False),
     ]
     _, dataset = run(root, rows, target)
     tokens, chat = Tokens.open(dataset), Chat(chats.tokenizer(REWRITING), thinking=False)
     spoken = {chat.decode(ids[mask == 1].tolist()) for ids, mask in map(tokens.sample, range(3))}
     assert spoken == {"b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>", "f<|im_end|>"}
+
+
+def test_a_row_that_came_tokenized_is_taken_as_it_came(root, tmp_path):
+    given = {"input_ids": [5, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 0, 1]}
+    foreign = {"input_ids": [5, 999_999], "loss_mask": [0, 1]}
+    rows = [
+        *conversations(2),
+        Row("given", "test", [], None, {"tokens": given}),
+        Row("foreign", "test", [], None, {"tokens": foreign}),
+    ]
+    facts, dataset = run(root, rows, chats.target(tmp_path / "target"))
+    tokens = Tokens.open(dataset)
+    found = [
+        {"input_ids": ids.tolist(), "loss_mask": mask.tolist()}
+        for ids, mask in map(tokens.sample, range(3))
+    ]
+    assert given in found
+    assert facts["rejected"] == {"token is not in the vocabulary": 1}
 
 
 def test_work_is_counted_and_the_fill_of_the_packs_reported(root, tmp_path):
