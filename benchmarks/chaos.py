@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +38,7 @@ COMPARED = ("tokens", "hidden", "runs", "exports")
 # Who wrote what when, and the model card, which quotes measured speed: these differ between two runs.
 NOT_COMPARED = ("_commits/", "manifest.json", "README.md", "metrics/")
 VICTIMS = ("worker", "run", "s3", "server")
+PATIENCE_S = 150.0  # an automation whose server was killed while it acted may have forgotten
 FINAL = ("Completed", "Failed", "Cancelled")
 
 
@@ -166,8 +169,6 @@ def start(deployment: str, params: dict) -> str:
 
 def state_of(service: Service, run_id: str) -> str:
     """Name of the run's state; empty while the server does not answer."""
-    import urllib.request
-
     try:
         with urllib.request.urlopen(
             f"{service.server.api_url}/flow_runs/{run_id}", timeout=5
@@ -175,6 +176,17 @@ def state_of(service: Service, run_id: str) -> str:
             return json.load(got)["state"]["name"]
     except OSError:
         return ""
+
+
+def retry(service: Service, run_id: str) -> None:
+    """What *Retry* in the UI does."""
+    body = {"state": {"type": "SCHEDULED", "name": "AwaitingRetry"}, "force": True}
+    request = urllib.request.Request(
+        f"{service.server.api_url}/flow_runs/{run_id}/set_state",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    urllib.request.urlopen(request, timeout=10).close()
 
 
 def contents(root: Storage) -> dict[str, str]:
@@ -218,10 +230,15 @@ def run(
             run_id = start(wanted.deployment, wanted.parameters(url))
             yield stamp(f"{wanted.deployment} {number} started")
             next_kill = time.monotonic() + chance.uniform(5, 40)
+            crashed_at = 0.0
             while (state := state_of(service, run_id)) not in FINAL:
                 assert time.monotonic() - began < limit_s, f"{state}: no end within {limit_s:.0f} s"
                 service.supervise()
                 yield from pending()
+                crashed_at = (crashed_at or time.monotonic()) if state == "Crashed" else 0.0
+                if crashed_at and time.monotonic() - crashed_at > PATIENCE_S:
+                    retry(service, run_id)
+                    yield stamp("crashed and not started again: retried by hand")
                 if victims and time.monotonic() > next_kill:
                     what = service.kill(victims.pop(), chance)
                     done = rounds - len(victims)
@@ -254,8 +271,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60, help="give up after so long")
     parser.add_argument("--log", type=Path, default=Path("chaos.log"))
+    parser.add_argument("--folder", type=Path, help="keep data and logs of all processes here")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, options.log.open("w") as log:
+    kept = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
+    with kept as folder, options.log.open("w") as log:
         for line in run(options.rounds, options.seed, Path(folder), options.minutes * 60, Pipeline):
             print(line, flush=True)
             print(line, file=log, flush=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 from uuid import UUID
 
@@ -31,7 +32,7 @@ from flows.params import StageParams
 from flows.server import patiently
 
 POLL_S = 5.0
-MAX_CRASHES = 5  # of one span, before the stage gives up
+MAX_CRASHES = 5  # of one span or stage, before the run that waits for it gives up
 # An automation starts crashed runs of whole stages again; until this has passed, it may still do so.
 CRASH_GRACE_S = 120.0
 
@@ -75,7 +76,7 @@ def run(
                 for child_run in ended:
                     span = open_spans.pop(child_run.id)
                     if left & set(span.units):
-                        span.must_have_crashed(child_run)
+                        span.has_crashed(child_run)
                         open_spans[span.start()] = span
         except BaseException:
             _cancel(client, list(open_spans))
@@ -103,16 +104,10 @@ class _Span:
                 return child.id
             self._attempt += 1
 
-    def must_have_crashed(self, child: FlowRun) -> None:
+    def has_crashed(self, child: FlowRun) -> None:
         """Raises DFlashError unless another run may help."""
         self._crashes += 1
-        state = child.state
-        if state is None or state.type != StateType.CRASHED or self._crashes >= MAX_CRASHES:
-            raise DFlashError(
-                f"child run {child.name!r} ended as {state.name if state else 'unknown'} with units left: "
-                f"{(state.message if state else '') or 'see its log'}"
-            )
-        get_run_logger().warning("child run %r crashed; its units are handed out again", child.name)
+        _must_have_crashed(child, self._crashes)
 
 
 def run_stage(flow_name: str, deployment: str, params: StageParams) -> StageResult:
@@ -121,29 +116,35 @@ def run_stage(flow_name: str, deployment: str, params: StageParams) -> StageResu
     Raises:
         DFlashError: it did not complete.
     """
-    parameters = {"params": params.model_dump(mode="json")}
-    starts = flow_run.run_count or 1
+    parameters, name = {"params": params.model_dump(mode="json")}, f"{flow_name}-{params.name}"
+    crashes = 0
     with get_client(sync_client=True) as client:
-        for start in range(
-            1, starts + 1
-        ):  # of this pipeline run: a child of an earlier one may live
-            key = f"{flow_run.id}:{flow_name}:{start}"
-            child = _start(deployment, parameters, f"{flow_name}-{params.name}", key)
-            if not _is_final(child) or _is_completed(child):
+        for attempt in count(1):
+            child = _start(deployment, parameters, name, f"{flow_run.id}:{flow_name}:{attempt}")
+            if _is_final(child) and not _is_completed(child):
+                continue  # it ended before this pipeline run was started again
+            try:
+                child = _wait(client, child.id)
+            except BaseException:
+                _cancel(client, [child.id])
+                raise
+            if _is_completed(child):
                 break
-        try:
-            child = _wait(client, child.id)
-        except BaseException:
-            _cancel(client, [child.id])
-            raise
-    if not _is_completed(child):
-        state = child.state
-        raise DFlashError(
-            f"stage {flow_name} ended as {state.name if state else 'unknown'}: "
-            f"{(state.message if state else '') or 'see its log'}"
-        )
+            crashes += 1
+            _must_have_crashed(child, crashes)
     body = Storage.from_url(params.root).get(result_key(str(child.id)))
     return StageResult.model_validate_json(body)
+
+
+def _must_have_crashed(child: FlowRun, crashes: int) -> None:
+    """Raises DFlashError unless the run crashed, and not too often."""
+    state = child.state
+    if state is None or state.type != StateType.CRASHED or crashes >= MAX_CRASHES:
+        raise DFlashError(
+            f"run {child.name!r} ended as {state.name if state else 'unknown'} with work left: "
+            f"{(state.message if state else '') or 'see its log'}"
+        )
+    get_run_logger().warning("run %r crashed; its work is handed out again", child.name)
 
 
 def _wait(client: SyncPrefectClient, run_id: UUID) -> FlowRun:
