@@ -337,9 +337,12 @@ class _Sequence:
     most_rows: int
     """Rows of the largest step."""
 
-    def uniform(self, count: int) -> Tensor:
-        """Fresh numbers in [0, 1); how far the stream moves does not depend on what the batch asks for."""
-        return torch.rand(self.most_rows, generator=self.generator)[:count]
+    def uniform(self) -> Tensor:
+        """Fresh numbers in [0, 1) for a step: to draw drafts, to judge them, and for the token after.
+
+        Each has its place, so that samples do not depend on what else is in the batch.
+        """
+        return torch.rand(2 * self.most_rows + 1, generator=self.generator)
 
 
 @torch.no_grad()
@@ -384,7 +387,8 @@ def decode_steps(
                 logits_V, taps_TC = target.admit(prompts[index])
                 generator = torch.Generator().manual_seed(seeds[index] if seeds else index)
                 sequence = _Sequence(index, [], decoding.max_new_tokens, generator, most_rows)
-                token = _choose(logits_V[None, None], decoding.sampling, [sequence])[0][0]
+                uniform_BU = _uniform([sequence], logits_V.device)
+                token = _choose(logits_V[None, None], decoding.sampling, uniform_BU)[0][0]
                 step = _step(sequence, [token], 0, 0, decoding.stop_ids, verified=False)
                 proposer.admit(taps_TC)
                 active.append(sequence)
@@ -414,33 +418,33 @@ def _verify(
     active: list[_Sequence],
 ) -> tuple[list[list[int]], list[Step]]:
     """Drafts, runs the target over them and judges; returns the rows to commit and what is emitted."""
-    sampling = decoding.sampling
+    sampling, rejecting = decoding.sampling, not (decoding.sampling.greedy or decoding.tree_nodes)
     bonus = [sequence.tokens[-1] for sequence in active]
     depths = [min(max_drafts, sequence.left - 1) for sequence in active]
-    drafter_BDV = proposer.propose(bonus, max(depths)) if max(depths) else None
-    by_rejection = drafter_BDV is not None and not decoding.tree_nodes and not sampling.greedy
-    if drafter_BDV is None:
-        trees = [chain(token, []) for token in bonus]
-    elif decoding.tree_nodes:
+    most = max(depths)
+    uniform_BU = _uniform(active, target.device)
+    drafter_BDV = proposer.propose(bonus, most).to(target.device) if most else None
+    drafts: list[list[int]] = [[] for _ in active]
+    if drafter_BDV is not None and decoding.tree_nodes:
         tempered_BDV = drafter_BDV if sampling.greedy else drafter_BDV / sampling.temperature
         trees = best_first(tempered_BDV, bonus, depths, decoding.tree_nodes)
     else:
-        drafts = _choose(drafter_BDV, sampling, active)
+        if drafter_BDV is not None:
+            drafts = _choose(drafter_BDV, sampling, uniform_BU)
         trees = [chain(bonus[row], drafts[row][:depth]) for row, depth in enumerate(depths)]
     target_BRV = target.forward(trees)
-    if by_rejection:
-        assert drafter_BDV is not None
-        device = target_BRV.device
+    if rejecting:
+        p_BRV, half = probabilities(target_BRV, sampling), uniform_BU.shape[1] // 2
         accepted, following = accept(
-            probabilities(target_BRV, sampling),
-            probabilities(drafter_BDV, sampling).to(device),
-            torch.tensor(drafts, device=device),
-            torch.tensor(depths, device=device),
-            _uniform(active, target_BRV.shape[1]).to(device),
+            p_BRV,
+            p_BRV[:, :0] if drafter_BDV is None else probabilities(drafter_BDV, sampling),
+            torch.tensor(drafts, dtype=torch.int64, device=target.device),
+            torch.tensor(depths, device=target.device),
+            torch.cat((uniform_BU[:, half : half + most], uniform_BU[:, -1:]), dim=1),
         )
         paths = [list(range(count + 1)) for count in accepted]
     else:
-        chosen = _choose(target_BRV, sampling, active)
+        chosen = _choose(target_BRV, sampling, uniform_BU)
         paths = [tree.walk(chosen[row]) for row, tree in enumerate(trees)]
         following = [chosen[row][path[-1]] for row, path in enumerate(paths)]
     steps = []
@@ -470,17 +474,16 @@ def _step(
     return Step(sequence.index, new, num_matching, num_drafts, verified, ended)
 
 
-def _choose(logits_BRV: Tensor, sampling: Sampling, sequences: list[_Sequence]) -> list[list[int]]:
+def _choose(logits_BRV: Tensor, sampling: Sampling, uniform_BU: Tensor) -> list[list[int]]:
     """A token for every row: the most likely one, or a sample."""
     if sampling.greedy:
         return logits_BRV.argmax(-1).tolist()
-    uniform_BR = _uniform(sequences, logits_BRV.shape[1]).to(logits_BRV.device)
+    uniform_BR = uniform_BU[:, : logits_BRV.shape[1]]
     return draw(probabilities(logits_BRV, sampling), uniform_BR).tolist()
 
 
-def _uniform(sequences: list[_Sequence], count: int) -> Tensor:
-    """Fresh numbers in [0, 1) from each sequence's own stream, [B, count]."""
-    return torch.stack([sequence.uniform(count) for sequence in sequences])
+def _uniform(sequences: list[_Sequence], device: torch.device) -> Tensor:
+    return torch.stack([sequence.uniform() for sequence in sequences]).to(device)
 
 
 class _RowTarget:
@@ -490,6 +493,7 @@ class _RowTarget:
         from dflash_core.target import gdn_modules
 
         self._model, self._taps = model, taps
+        self.device: torch.device = model.device
         self._cache = RowCache()
         for module in gdn_modules(model):
             teach_rows(module)
@@ -502,12 +506,11 @@ class _RowTarget:
 
     def forward(self, trees: list[DraftTree]) -> Tensor:
         """Logits [B, R, V] after every row of the trees; rows past the end of a tree mean nothing."""
-        device = self._model.device
         tokens = [tree.tokens for tree in trees]
         if all(tree.is_chain for tree in trees):
-            rows = Rows.chains(tokens, device)
+            rows = Rows.chains(tokens, self.device)
         else:
-            rows = Rows.trees(tokens, [tree.parents for tree in trees], device)
+            rows = Rows.trees(tokens, [tree.parents for tree in trees], self.device)
         self._cache.begin(rows)
         out = self._model(
             input_ids=rows.tokens_BR,
@@ -523,7 +526,7 @@ class _RowTarget:
         self._cache.commit(paths)
         longest = max(map(len, paths))
         filled = [[*path, *[0] * (longest - len(path))] for path in paths]
-        rows_BP = torch.tensor(filled, device=self._model.device)
+        rows_BP = torch.tensor(filled, device=self.device)
         sequences_B1 = torch.arange(len(paths), device=rows_BP.device)[:, None]
         return self._taps.stack().flatten(2)[sequences_B1, rows_BP]
 
@@ -540,6 +543,7 @@ class _ReplayTarget:
 
     def __init__(self, model: Any, taps: Any) -> None:
         self._model, self._taps = model, taps
+        self.device: torch.device = model.device
 
     def admit(self, input_ids: list[int]) -> tuple[Tensor, Tensor]:
         logits_TV, self._cache = _forward(self._model, input_ids, None, num_logits=1)

@@ -228,6 +228,8 @@ def test_a_head_over_a_reduced_vocabulary_drafts_the_tokens_it_stands_for(models
 class Script:
     """A target that continues with these tokens whatever it is asked."""
 
+    device = CPU
+
     def __init__(self, tokens):
         self.tokens, self.done = tokens, 0
 

@@ -172,6 +172,7 @@ def test_samples_depend_on_their_seed_only_not_on_the_batch(nodes):
     seeds = [7, 8, 9, 10, 7]
 
     def sampled(batch):
+        # A budget that is reached at different times, so that some draft while others have none left.
         decoding = Decoding(12, sampling=Sampling(1.0), tree_nodes=nodes, batch=batch, stop_ids=[5])
         steps = decode_steps(model, Waverer(0, SMALL), [0], 4, prompts, decoding, seeds)
         return [out for _, out in sorted(answers(steps), key=lambda pair: pair[0])]
