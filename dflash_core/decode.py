@@ -418,35 +418,36 @@ def _verify(
     active: list[_Sequence],
 ) -> tuple[list[list[int]], list[Step]]:
     """Drafts, runs the target over them and judges; returns the rows to commit and what is emitted."""
-    sampling, rejecting = decoding.sampling, not (decoding.sampling.greedy or decoding.tree_nodes)
+    sampling = decoding.sampling
     bonus = [sequence.tokens[-1] for sequence in active]
     depths = [min(max_drafts, sequence.left - 1) for sequence in active]
     most = max(depths)
     uniform_BU = _uniform(active, target.device)
-    drafter_BDV = proposer.propose(bonus, most).to(target.device) if most else None
-    drafts: list[list[int]] = [[] for _ in active]
-    if drafter_BDV is not None and decoding.tree_nodes:
+    drafter_BDV = torch.empty(len(active), 0, 1, device=target.device)
+    if most:
+        drafter_BDV = proposer.propose(bonus, most).to(target.device)
+    drafts: list[list[int]] = []
+    if decoding.tree_nodes:
         tempered_BDV = drafter_BDV if sampling.greedy else drafter_BDV / sampling.temperature
         trees = best_first(tempered_BDV, bonus, depths, decoding.tree_nodes)
     else:
-        if drafter_BDV is not None:
-            drafts = _choose(drafter_BDV, sampling, uniform_BU)
+        drafts = _choose(drafter_BDV, sampling, uniform_BU)
         trees = [chain(bonus[row], drafts[row][:depth]) for row, depth in enumerate(depths)]
     target_BRV = target.forward(trees)
-    if rejecting:
-        p_BRV, half = probabilities(target_BRV, sampling), uniform_BU.shape[1] // 2
+    if sampling.greedy or decoding.tree_nodes:
+        chosen = _choose(target_BRV, sampling, uniform_BU)
+        paths = [tree.walk(chosen[row]) for row, tree in enumerate(trees)]
+        following = [chosen[row][path[-1]] for row, path in enumerate(paths)]
+    else:
+        half = uniform_BU.shape[1] // 2
         accepted, following = accept(
-            p_BRV,
-            p_BRV[:, :0] if drafter_BDV is None else probabilities(drafter_BDV, sampling),
+            probabilities(target_BRV, sampling),
+            probabilities(drafter_BDV, sampling),
             torch.tensor(drafts, dtype=torch.int64, device=target.device),
             torch.tensor(depths, device=target.device),
             torch.cat((uniform_BU[:, half : half + most], uniform_BU[:, -1:]), dim=1),
         )
         paths = [list(range(count + 1)) for count in accepted]
-    else:
-        chosen = _choose(target_BRV, sampling, uniform_BU)
-        paths = [tree.walk(chosen[row]) for row, tree in enumerate(trees)]
-        following = [chosen[row][path[-1]] for row, path in enumerate(paths)]
     steps = []
     for row, (sequence, tree, path) in enumerate(zip(active, trees, paths, strict=True)):
         new = [*[tree.tokens[entry] for entry in path[1:]], following[row]]
