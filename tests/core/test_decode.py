@@ -24,8 +24,6 @@ from dflash_core.decode import (
 )
 from dflash_core.errors import InputError
 from dflash_core.model import Drafter, resolve_shape
-from dflash_core.target import load_causal_lm
-from tests import targets
 from tests.oracles import Oracle, cut
 
 CPU = torch.device("cpu")
@@ -34,19 +32,6 @@ CONTRACTS = ["full-bidir", "swa-causal", "mixed", "swa-bidir"]
 TAPS = [0, 1, 3]
 MAX_DRAFTS = 7
 NODES = 12
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    made = {}
-
-    def get(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = load_causal_lm(targets.FAMILIES[family](folder), CPU)
-        return made[family]
-
-    return get
 
 
 def make_drafter(model, attention="full-bidir", seed=0, block_size=MAX_DRAFTS + 1):

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from dflash_core.decode import Decoding, answers, decode_steps, greedy
 from dflash_core.sampling import Sampling, probabilities
-from dflash_core.target import load_causal_lm
 from tests import targets
 from tests.core.test_sampling import assert_distribution
 from tests.oracles import Oracle, Waverer, cut
@@ -24,19 +23,6 @@ FAMILIES = ["llama", "qwen3", "qwen3_5_text", "gemma3_text"]  # the last has win
 TAPS = [1, 3]
 LONGEST = 24  # tokens of an answer
 TIE = 1e-4  # logits this close may be ordered by rounding
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    made = {}
-
-    def get(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = load_causal_lm(targets.FAMILIES[family](folder), CPU)
-        return made[family]
-
-    return get
 
 
 @st.composite

@@ -6,27 +6,11 @@ import pytest
 import torch
 
 from dflash_core.row_cache import RowCache, Rows, takes_rows_back, teach_rows
-from dflash_core.target import gdn_backend, gdn_modules, load_causal_lm
+from dflash_core.target import gdn_backend, gdn_modules
 from dflash_core.target_cache import cache_name
-from tests import targets
 
 CPU = torch.device("cpu")
 KINDS = ["llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_5_text", "qwen3_5_moe"]
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    made = {}
-
-    def get(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = load_causal_lm(targets.FAMILIES[family](folder), CPU)
-            for module in gdn_modules(made[family]):
-                teach_rows(module)
-        return made[family]
-
-    return get
 
 
 def random_ids(rng, count):
@@ -46,6 +30,8 @@ def path_to(row, parents):
 
 @torch.no_grad()
 def admit(model, cache, prompt):
+    for module in gdn_modules(model):
+        teach_rows(module)
     out = model(torch.tensor([prompt]), use_cache=True)
     cache.admit(getattr(out, cache_name(type(model))))
 

@@ -3,27 +3,12 @@
 import pytest
 import torch
 
-from dflash_core.target import load_causal_lm
 from dflash_core.target_cache import Snapshot, cache_name
-from tests import targets
 
 CPU = torch.device("cpu")
 WINDOW = 8  # of the sliding families in tests/targets.py
 KINDS = ["llama", "qwen3", "gemma3_text", "gpt_oss", "qwen3_5_text", "qwen3_5_moe"]
 HYBRID = {"qwen3_5_text", "qwen3_5_moe"}
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    made = {}
-
-    def get(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            made[family] = load_causal_lm(targets.FAMILIES[family](folder), CPU)
-        return made[family]
-
-    return get
 
 
 def ids(num_rows, seed):
