@@ -150,6 +150,9 @@ class Extraction:
         return params.model_dump(mode="json")
 
 
+SCENARIOS = {"pipeline": Pipeline, "extraction": Extraction}
+
+
 def start(deployment: str, params: dict) -> str:
     """A run of the deployment; returns its id."""
     code = (
@@ -271,11 +274,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=60, help="give up after so long")
     parser.add_argument("--log", type=Path, default=Path("chaos.log"))
+    parser.add_argument("--scenario", choices=list(SCENARIOS), default="pipeline")
     parser.add_argument("--folder", type=Path, help="keep data and logs of all processes here")
     options = parser.parse_args()
     kept = nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory()
     with kept as folder, options.log.open("w") as log:
-        for line in run(options.rounds, options.seed, Path(folder), options.minutes * 60, Pipeline):
+        scenario = SCENARIOS[options.scenario]
+        limit_s = options.minutes * 60
+        for line in run(options.rounds, options.seed, Path(folder), limit_s, scenario):
             print(line, flush=True)
             print(line, file=log, flush=True)
 

@@ -1,4 +1,4 @@
-"""What every flow shares: the task policy, progress on the run's page, and what a stage hands on.
+"""What every flow shares: the task policy, how a stage runs, and what it hands on.
 
 Two ledgers. The commit records in the store are the truth; Prefect's cached results are what the UI
 shows. A task whose units are all committed may be answered from the cache; one with work left is run
@@ -12,9 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import copy_context
 from functools import cache, partial
 from threading import Event, Lock, Semaphore
 from types import FunctionType
@@ -22,11 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import (
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_table_artifact
 from prefect.cache_policies import CacheKeyFnPolicy
 from prefect.filesystems import LocalFileSystem
 from prefect.runtime import flow_run
@@ -37,22 +31,19 @@ from pydantic import BaseModel
 from dflash_core.device_work import Job, Workers, devices_of, open_workers
 from dflash_core.errors import DeviceError, DFlashError, StorageError
 from dflash_core.manifest import Dataset, canonical_json, sha256
-from dflash_core.progress import Progress
 from dflash_core.storage import Storage
 from flows import events
 from flows.gpu_limits import holding
 from flows.gpu_page import gpus_on_page
 from flows.params import StageParams
-from flows.server import once, patiently
+from flows.progress import progress_on_page, stopping
+from flows.server import patiently
 
 MAX_TASKS = 1000  # task runs of one flow run; beyond a few thousand the UI loses some
-PROGRESS_EVERY_S = 5.0  # an update costs the server about 90 ms
-LOG_EVERY_S = 60.0
 MAX_STARTS = (
     6  # of one flow run: an automation starts crashed runs again, and has no limit of its own
 )
 
-_stopping = Event()  # the run was cancelled: threads of tasks end at their next step
 _workers: dict[str, Workers] = {}  # of the datasets that are being filled, by path
 
 Unit = TypeVar("Unit")
@@ -71,15 +62,11 @@ class StageResult(BaseModel):
     facts: dict[str, Any]
 
 
-class Stopped(DFlashError):
-    """The run was cancelled or told to end; what is committed stays."""
-
-
 def worth_retrying(_task: Any, _run: Any, state: Any) -> bool:
     """True for errors that may pass by themselves: storage, network, a lost or full device."""
     error = state.result(raise_on_failure=False)
     if isinstance(error, DFlashError):
-        return isinstance(error, (StorageError, DeviceError)) and not _stopping.is_set()
+        return isinstance(error, (StorageError, DeviceError)) and not stopping.is_set()
     return isinstance(error, (ConnectionError, TimeoutError)) or "CUDA" in str(error)
 
 
@@ -292,12 +279,12 @@ def _devices(job: Job | None) -> Generator[int]:
 @contextmanager
 def _stop_when_interrupted() -> Generator[None]:
     """Has the threads of tasks end soon when the flow is cancelled, instead of waiting for them."""
-    _stopping.clear()
+    stopping.clear()
     try:
         yield
     except BaseException as error:
         if not isinstance(error, Exception):
-            _stopping.set()
+            stopping.set()
             for workers in _workers.values():
                 workers.close()
         raise
@@ -323,77 +310,10 @@ def _stage_progress(total: int, done: int) -> Generator[Callable[[int], None]]:
             nonlocal done
             with lock:
                 done += news
-                if not _stopping.is_set():
+                if not stopping.is_set():
                     progress(done, total, {})
 
         yield advance
-
-
-@contextmanager
-def progress_on_page(
-    stage: str, what: str, *, start: int = 0, key: str = "progress"
-) -> Generator[Progress]:
-    """A progress bar on the run's page, a line a minute in its log, and an event for the stall automation.
-
-    The progress raises `Stopped` once the run is cancelled.
-
-    Args:
-        start: units that were done before; they say nothing about the time that is left.
-        key: the artifact is `<stage>-<key>`, letters, digits and dashes.
-    """
-    logger, lock, run_id = get_run_logger(), Lock(), flow_run.id
-    context = copy_context()  # of the run that the artifact belongs to
-    began = shown = logged = time.monotonic()
-    told, reached = began, start
-    first = (began, start)  # moves to the first unit: loading a model says nothing about the rest
-    artifact: Any = None
-    sending: Future | None = None
-
-    def show(percent: float, text: str) -> None:
-        nonlocal artifact
-        if artifact is None:
-            artifact = create_progress_artifact(
-                percent, key=f"{stage}-{key}".replace("_", "-"), description=text
-            )
-        else:
-            update_progress_artifact(artifact, progress=percent, description=text)
-
-    def progress(done: int, total: int, numbers: dict[str, float]) -> None:
-        nonlocal shown, logged, told, reached, sending, first
-        if _stopping.is_set():
-            raise Stopped(f"{what}: stopped at {done} of {total}")
-        now = time.monotonic()
-        with lock:
-            last = done >= total
-            if done > reached and now - told >= events.EVERY_S:
-                told, reached = now, done
-                events.emit(events.COMMITTED, run_id, done=done, total=total)
-            if first[1] == start and start < done < total:
-                first = (now, done)
-            busy = sending is not None and not sending.done()
-            if not last and (busy or now - shown < PROGRESS_EVERY_S):
-                return
-            shown = now
-            rate = (done - first[1]) / (now - first[0]) if done > first[1] else 0.0
-            text = progress_text(done, total, (total - done) / rate if rate else None, numbers)
-            # From a thread: while the server is slow or away, the work goes on.
-            sending = sender.submit(
-                context.run, once, show, 100.0 * done / max(total, 1), f"{what}: {text}"
-            )
-            if now - logged >= LOG_EVERY_S or last:
-                logged = now
-                logger.info("%s: %s", what, text)
-
-    with ThreadPoolExecutor(1) as sender:
-        yield progress
-
-
-def progress_text(done: int, total: int, left_s: float | None, numbers: dict[str, float]) -> str:
-    """`120/299, 4 min left, tokens_per_s 310`: for the page and the log."""
-    parts = [f"{done:,}/{total:,}"]
-    if done < total and left_s is not None:
-        parts.append(f"{left_s:.0f} s left" if left_s < 90 else f"{left_s / 60:,.0f} min left")
-    return ", ".join([*parts, *(f"{key} {value:,.4g}" for key, value in numbers.items())])
 
 
 def facts_table(facts: dict[str, Any]) -> list[dict]:

@@ -27,8 +27,9 @@ from prefect.states import Cancelling
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import StageResult, progress_on_page, result_key, spans
+from flows._common import StageResult, result_key, spans
 from flows.params import StageParams
+from flows.progress import progress_on_page
 from flows.server import patiently
 
 POLL_S = 5.0

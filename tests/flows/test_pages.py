@@ -27,7 +27,7 @@ def test_a_chart_of_many_values_keeps_its_width_and_one_of_zeros_is_flat():
 
 
 def test_progress_says_how_far_and_how_long():
-    from flows._common import progress_text
+    from flows.progress import progress_text
 
     text = progress_text(30, 120, 180.0, {"tokens_per_s": 1234.5})
     assert text == "30/120, 3 min left, tokens_per_s 1,234"
