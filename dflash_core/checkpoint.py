@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset, canonical_json, sha256
@@ -58,12 +59,19 @@ def save_checkpoint(
     drafter: Drafter,
     optimizer: torch.optim.Optimizer,
     metrics: list[dict],
+    *,
+    writes: bool = True,
 ) -> None:
     """Writes and commits the checkpoint after `step` steps, then prunes.
 
     Args:
         metrics: one entry per step since the checkpoint before, JSON values.
+        writes: false for all ranks but one; ranks that hold parts of the tensors must all call this.
     """
+    if not writes:
+        for tensor in (*drafter.state_dict().values(), *_flat_state(drafter, optimizer).values()):
+            _whole(tensor)
+        return
     folder = f"{_FOLDER}/{unit_of(step)}"
     lines = "".join(canonical_json(entry) + "\n" for entry in metrics)
     record = {
@@ -128,7 +136,10 @@ def restore_optimizer(
     for name, tensor in tensors.items():
         parameter_name, _, field = name.rpartition(":")
         parameter = parameters[parameter_name]
-        optimizer.state[parameter][field] = tensor.to(parameter.device, copy=True)
+        tensor = tensor.to(parameter.device, copy=True)
+        if isinstance(parameter, DTensor) and tensor.ndim:
+            tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+        optimizer.state[parameter][field] = tensor
 
 
 def read_metrics(run: Dataset) -> list[dict]:
@@ -196,13 +207,18 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor
     group: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        group[name] = tensor.detach().cpu().contiguous()
+        group[name] = _whole(tensor).detach().cpu().contiguous()
         size += tensor.nbytes
         if size >= _OBJECT_BYTES:
             yield group
             group, size = {}, 0
     if group:
         yield group
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor; put together where each rank holds a part, which all ranks must ask for."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _get_tensors(run: Dataset, references: list[dict]) -> dict[str, Tensor]:

@@ -200,6 +200,9 @@ class DrafterConfig(Config):
     """Width of a head; 0 takes 128, or hidden size over heads when that is smaller."""
     block_size: int = Field(default=16, ge=2)
     """Tokens of a block: the known anchor and block_size - 1 drafts."""
+    layout: Literal["in-place", "shifted"] = "in-place"
+    """What slot j of a block predicts: the token j after the anchor (DFlash; slot 0 predicts nothing), or
+    the token j + 1 after it (DSpark, Domino)."""
     attention: Literal["full-bidir", "swa-causal", "mixed", "swa-bidir"] = "full-bidir"
     """Attention contract: all layers full and bidirectional in the block; all sliding and causal;
     sliding causal with a full bidirectional last layer; all sliding and bidirectional."""
@@ -220,16 +223,33 @@ class TrainConfig(Config):
     """Optimiser steps."""
     packs_per_step: int = Field(default=1, ge=1)
     """Packs in a step, over all ranks."""
+    visits_per_pack: int = Field(default=1, ge=1)
+    """Steps in a row that use the same packs, with other anchors; divides what has to be read."""
     anchors_per_pack: int = Field(default=512, ge=1)
     """Most anchors drawn from a pack; drawn anew at every visit."""
+    loss: Literal["ce", "kl", "lk"] = "ce"
+    """What a slot learns: the token of the text (`ce`), the target's distribution (`kl`), or to overlap with
+    it, which is what sampled decoding accepts (`lk`). The last two need states extracted with extract.last."""
+    slot_weights: Literal["decay", "dpace"] = "decay"
+    """How the slots of a block weigh: exponential decay, or D-PACE, by how likely the drafter is to be
+    right up to there; with loss `ce` only."""
     loss_decay: float = Field(default=7.0, gt=0)
-    """Slot j >= 1 weighs exp(-(j - 1) / loss_decay): 7 for blocks of 16, 5 for 10, 4 for 8."""
+    """With `decay` the k-th predicting slot weighs exp(-k / loss_decay), k from 0: 7 for blocks of 16,
+    5 for 10, 4 for 8."""
+    dpace_alpha: float = Field(default=0.5, ge=0, le=1)
+    """With `dpace` the floor under the drafter's confidence; 1 weighs a slot by the slots behind it."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimiser of the matrices; norms always have AdamW. Muon wants about the same learning rate."""
     learning_rate: float = Field(default=6e-4, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
     weight_decay: float = Field(default=0.01, ge=0)
     """Decoupled weight decay of matrices; norms have none."""
     warmup_fraction: float = Field(default=0.04, ge=0, le=1)
-    """Share of the steps with rising learning rate; a cosine to zero follows."""
+    """Share of the steps with rising learning rate."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """After the warm-up: a cosine to zero, or constant and a cosine to zero at the end (`wsd`)."""
+    decay_fraction: float = Field(default=0.2, gt=0, le=1)
+    """Share of the steps in which the rate of `wsd` falls."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm."""
     checkpoint_every: int = Field(default=500, ge=1)
@@ -238,6 +258,15 @@ class TrainConfig(Config):
     """Newest checkpoints kept; the untrained one and the last are always kept."""
     seed: int = 0
     """Seed of initial weights, pack order and anchors."""
+    warm_start: str = ""
+    """Drafter to start from: a run under the root, such as runs/demo-0123456789ab, or a folder, URL or
+    Hugging Face id with an exported one. Layers beyond its own start as the identity. Empty draws fresh ones."""
+    check_every: int = Field(default=0, ge=0)
+    """Steps between checks on held-out prompts, which the target answers once before training; 0 for none."""
+    check_prompts: int = Field(default=8, ge=1)
+    """Held-out prompts of a check, lowest content hash first."""
+    check_new_tokens: int = Field(default=128, ge=2)
+    """Longest answer in a check."""
 
 
 class PromptSetConfig(Config):
@@ -354,6 +383,16 @@ class Runtime(Config):
     """Folder on a local disk that keeps what training reads from a bucket, for later epochs; empty keeps nothing."""
     cache_bytes: int = Field(default=500 * 10**9, ge=0)
     """Most bytes in `cache_folder`."""
+    train_processes: int = Field(default=1, ge=1)
+    """Processes that train together, one for each GPU; each takes a part of a step's packs."""
+    sharding: Literal["replicate", "shard"] = "replicate"
+    """With several processes: the drafter whole in each (DDP), or a part of it in each (FSDP2)."""
+    tensorboard_folder: str = ""
+    """Local folder for TensorBoard logs of training; empty for none."""
+    wandb_project: str = ""
+    """Weights & Biases project for training; empty for none."""
+    recompute: bool = False
+    """Compute the layers of the drafter again in the backward pass: less memory, a third more time."""
     span_packs: int = Field(default=64, ge=1)
     """Packs of one extraction task; a GPU waits for the last uploads of one before it gets the next."""
     device_processes: int = Field(default=0, ge=0)
@@ -365,7 +404,8 @@ class Runtime(Config):
     forward: Literal["auto", "padded"] = "auto"
     """Forward of extraction: whole packs as one row where family and kernels allow it, or padded batches."""
     compile: bool = True
-    """Compile norms, MLPs and attention of the packed forward; the first pack takes some 30 s longer."""
+    """On a GPU, compile the packed forward of extraction and the drafter in training; the first pack or step
+    takes some 30 s longer."""
     kernel_cache: str = ""
     """Folder for compiled kernels, so that a restart does not pay again; empty leaves the libraries' own."""
     slot_bytes: int = Field(default=6 * 2**30, ge=0)

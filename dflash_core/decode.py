@@ -168,7 +168,9 @@ class BlockProposer:
         context = [layer.view(max(self._lengths)) for layer in self._context]
         masks = block_masks(self._shape, self._lengths, self._head.device)
         hidden_BKH = self._drafter(embeds_BKH, self._positions(slots), context, masks)
-        logits_BDV = hidden_BKH[:, 1 : num_drafts + 1].to(self._head.dtype) @ self._head.T
+        first = self._shape.first_slot
+        wanted_BDH = hidden_BKH[:, first : first + num_drafts].to(self._head.dtype)
+        logits_BDV = wanted_BDH @ self._head.T
         if self._token_ids is None:
             return logits_BDV
         whole_BDV = logits_BDV.new_full((*logits_BDV.shape[:2], len(self._embedding)), -torch.inf)
@@ -312,7 +314,7 @@ def speculate_steps(
             f"the drafter is for a target of hidden size {shape.hidden_size} and {shape.vocab_size} tokens, "
             f"this one has {width} and {embedding.shape[0]}; use the target it was trained on"
         )
-    most = shape.block_size - 1
+    most = shape.num_drafts
     if decoding.max_drafts > most:
         raise InputError(
             f"max_drafts is {decoding.max_drafts}, but the drafter was trained for blocks of "

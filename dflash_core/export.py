@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from dflash_core.blocks import attention_masks
+from dflash_core.attention import dense_mask
+from dflash_core.blocks import ranges_by_kind
 from dflash_core.checkpoint import load_drafter, shape_as_json
 from dflash_core.config import ExportConfig, TargetConfig
 from dflash_core.engines import require_servable
@@ -218,6 +219,11 @@ def _config_json(
 ) -> dict:
     from dflash_core.target import text_config
 
+    if shape.layout != "in-place":
+        raise InputError(
+            f"drafter.layout is {shape.layout!r}, and no engine serves such a drafter as DFlash; train one "
+            "with layout in-place"
+        )
     name = config.target_name or public_name(target)
     reduced = config.draft_vocab_size or None
     body = LAYOUTS[layout].config_json(shape, text_config(target), name, reduced)
@@ -300,8 +306,6 @@ class RandomPack(NamedTuple):
 
     taps_TC: Tensor
     """Joined taps of each row, float32."""
-    documents_T: Tensor
-    """Document of each row, int64."""
     positions_T: Tensor
     """Position of each row in its document, int64."""
     anchors_N: Tensor
@@ -312,12 +316,11 @@ class RandomPack(NamedTuple):
 
 def random_pack(shape: DrafterShape) -> RandomPack:
     """The pack for drafters of this shape."""
-    generator, lengths = torch.Generator().manual_seed(0), torch.tensor(_DOCUMENTS)
+    generator = torch.Generator().manual_seed(0)
     width = len(shape.target_layer_ids) * shape.hidden_size
     size = (len(_ANCHORS), shape.block_size)
     return RandomPack(
         taps_TC=torch.randn(sum(_DOCUMENTS), width, generator=generator),
-        documents_T=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         positions_T=torch.cat([torch.arange(length) for length in _DOCUMENTS]),
         anchors_N=torch.tensor(_ANCHORS),
         token_ids_NK=torch.randint(0, shape.vocab_size, size, generator=generator),
@@ -328,10 +331,11 @@ def random_pack(shape: DrafterShape) -> RandomPack:
 def random_pack_logits(drafter: Drafter, embedding: Tensor, head: Tensor) -> Tensor:
     """Logits [N, K, D], float32, of the blocks of `random_pack`."""
     shape, pack = drafter.shape, random_pack(drafter.shape)
-    documents_N = pack.documents_T[pack.anchors_N]
-    positions_NK = pack.positions_T[pack.anchors_N, None] + torch.arange(shape.block_size)
+    positions_N = pack.positions_T[pack.anchors_N]
+    positions_NK = positions_N[:, None] + torch.arange(shape.block_size)
     context = drafter.project_context(pack.taps_TC[None], pack.positions_T[None])
-    masks = attention_masks(shape, pack.anchors_N, documents_N, pack.documents_T)
+    ranges = ranges_by_kind(shape, pack.anchors_N, pack.anchors_N - positions_N)
+    masks = {kind: dense_mask(seen, len(pack.taps_TC)) for kind, seen in ranges.items()}
     embeds_BQH = embedding[pack.token_ids_NK.flatten()].float()[None]
     hidden_BQH = drafter(embeds_BQH, positions_NK.flatten()[None], context, masks)
     logits = [hidden_BQH[0] @ rows.float().T for rows in head.split(_HEAD_ROWS)]

@@ -1,92 +1,237 @@
-"""Position-weighted cross-entropy through the target's frozen head, and what it says about acceptance.
+"""Position-weighted losses through the target's frozen head, and what they say about acceptance.
 
 Shape letters: N blocks, K block slots, M supervised slots, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from dflash_core.blocks import Blocks
 
-# Logits that exist at once: 256 MiB in float32, 270 slots of a 248,320-token vocabulary.
-CHUNK_ELEMENTS = 2**26
+# Logits that exist at once. CPU: 256 MiB in float32. GPU: 805 MB in bfloat16, 1,621 slots of a
+# 248,320-token vocabulary; every chunk reads the head twice, so small ones cost more than they save.
+CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 3 * 2**27}
+
+
+def frozen_head_loss(
+    hidden_MH: Tensor,
+    head_VH: Tensor,
+    labels_M: Tensor,
+    kind: str = "ce",
+    teacher_MH: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each slot's logits, float32 [M], and whether the label is its likeliest token.
+
+    The head is frozen, so all that backward needs is one [M, H] tensor: it is made in the forward pass
+    while a chunk's logits are there, and backward only scales its rows. Nothing is computed twice, and
+    logits of all slots never exist at once.
+
+    Args:
+        kind: `ce`, or one of `DISTILLATIONS`.
+        teacher_MH: for those, the target's last hidden state behind its final norm, at the position that
+            predicts the label.
+    """
+    return _FrozenHeadLoss.apply(hidden_MH, head_VH, labels_M, kind, teacher_MH)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
-    """Sum of weighted cross-entropies of linear logits, without ever holding all of them.
-
-    The head is frozen, so the gradient is one [M, H] tensor: it is made in the forward pass while a
-    chunk's logits are there, and backward only scales it. Nothing is computed twice.
-    """
-
     @staticmethod
-    def forward(ctx, hidden_MH: Tensor, head_VH: Tensor, labels_M: Tensor, weights_M: Tensor):
-        wants_grad = ctx.needs_input_grad[0]
-        total = torch.zeros((), device=hidden_MH.device)
+    def forward(
+        ctx,
+        hidden_MH: Tensor,
+        head_VH: Tensor,
+        labels_M: Tensor,
+        kind: str,
+        teacher_MH: Tensor | None,
+    ):
+        device = hidden_MH.device
+        loss_M = torch.empty(len(labels_M), device=device)
         correct_M = torch.empty_like(labels_M, dtype=torch.bool)
-        grad_MH = torch.empty_like(hidden_MH) if wants_grad else None
-        rows = max(1, CHUNK_ELEMENTS // len(head_VH))
-        for start in range(0, len(hidden_MH), rows):
+        grad_MH = torch.empty_like(hidden_MH) if ctx.needs_input_grad[0] else None
+        rows = max(1, min(CHUNK_ELEMENTS[device.type] // len(head_VH), len(labels_M)))
+        if device.type == "cuda":
+            rows = -(-rows // _GPU_ROWS) * _GPU_ROWS  # few shapes to compile, and whole tiles
+        logits_RV = torch.zeros(rows, len(head_VH), dtype=head_VH.dtype, device=device)
+        teacher_RV = torch.zeros_like(logits_RV) if kind != "ce" else None
+        labels_R = torch.zeros(rows, dtype=labels_M.dtype, device=device)
+        loss_of = _loss_function(kind, device.type == "cuda")
+        for start in range(0, len(labels_M), rows):
             part = slice(start, start + rows)
-            labels, weights = labels_M[part], weights_M[part]
-            logits = (hidden_MH[part].to(head_VH.dtype) @ head_VH.T).float()
-            correct_M[part] = logits.argmax(dim=-1) == labels
-            log_sum = logits.logsumexp(dim=-1)
-            label_logits = logits.gather(1, labels[:, None])[:, 0]
-            total += (weights * (log_sum - label_logits)).sum()
+            size = len(labels_M[part])
+            torch.mm(hidden_MH[part].to(head_VH.dtype), head_VH.T, out=logits_RV[:size])
+            if teacher_RV is not None:
+                assert teacher_MH is not None, "a distillation needs a teacher"
+                torch.mm(teacher_MH[part].to(head_VH.dtype), head_VH.T, out=teacher_RV[:size])
+            labels_R[:size] = labels_M[part]
+            inputs = (
+                (logits_RV, labels_R) if teacher_RV is None else (logits_RV, labels_R, teacher_RV)
+            )
+            loss_R, correct_R = loss_of(*inputs)
+            loss_M[part], correct_M[part] = loss_R[:size], correct_R[:size]
             if grad_MH is not None:
-                # d ce / d logits = softmax - one_hot, in place of the logits
-                slope = logits.sub_(log_sum[:, None]).exp_()
-                slope[torch.arange(len(labels), device=labels.device), labels] -= 1
-                slope *= weights[:, None]
-                grad_MH[part] = slope.to(head_VH.dtype) @ head_VH
+                grad_MH[part] = logits_RV[:size] @ head_VH
         ctx.save_for_backward(grad_MH)
         ctx.mark_non_differentiable(correct_M)
-        return total, correct_M
+        return loss_M, correct_M
 
     @staticmethod
-    def backward(ctx, *grads):  # of the total, and None of correct_M
+    def backward(ctx, *grads):  # of the losses, and None of correct_M
         (grad_MH,) = ctx.saved_tensors
-        return grads[0] * grad_MH, None, None, None
+        return grads[0][:, None] * grad_MH, None, None, None, None
+
+
+def cross_entropy_(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and hits of logits, which are replaced by the slope of each loss: softmax - one_hot.
+
+    Computed in float32 whatever the type of the logits.
+    """
+    scores_RV = logits_RV.float()
+    top_R = scores_RV.amax(dim=-1)
+    label_R = scores_RV.gather(1, labels_R[:, None])[:, 0]
+    slope_RV = scores_RV.softmax(dim=-1)
+    # The likeliest token has the probability 1 / sum(exp(score - top)).
+    loss_R = top_R - label_R - slope_RV.amax(dim=-1).log()
+    slope_RV[torch.arange(len(labels_R), device=labels_R.device), labels_R] -= 1
+    logits_RV.copy_(slope_RV)
+    return loss_R, label_R == top_R
+
+
+def fused_cross_entropy_(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_` in the form that compiles to two passes over the logits."""
+    scores_RV = logits_RV.float()
+    top_R1 = scores_RV.amax(dim=-1, keepdim=True)
+    weights_RV = (scores_RV - top_R1).exp()
+    total_R1 = weights_RV.sum(dim=-1, keepdim=True)
+    label_R1 = logits_RV.gather(1, labels_R[:, None]).float()
+    is_label_RV = torch.arange(logits_RV.shape[1], device=labels_R.device) == labels_R[:, None]
+    logits_RV.copy_(weights_RV / total_R1 - is_label_RV.float())
+    loss_R1 = (top_R1 - label_R1) + total_R1.log()
+    return loss_R1[:, 0], (label_R1 == top_R1)[:, 0]
+
+
+def kl_(logits_RV: Tensor, labels_R: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Divergence KL(p to q) of the target's distribution p from the drafter's q, as `cross_entropy_`."""
+    log_q_RV, log_p_RV = (x.float().log_softmax(dim=-1) for x in (logits_RV, teacher_RV))
+    q_RV, p_RV = log_q_RV.exp(), log_p_RV.exp()
+    correct_R = _is_top(logits_RV, labels_R)
+    logits_RV.copy_(q_RV - p_RV)
+    return (p_RV * (log_p_RV - log_q_RV)).sum(-1), correct_R
+
+
+def lk_(logits_RV: Tensor, labels_R: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Hybrid LK: weight * KL + (1 - weight) * (1 - overlap), as `cross_entropy_`.
+
+    The overlap sum(min(p, q)) is the chance that sampled decoding accepts the slot. The weight
+    exp(-3 overlap), without a gradient, leads from KL to the overlap as the drafter gets better.
+
+    Reference: https://arxiv.org/abs/2602.23881
+    """
+    log_q_RV, log_p_RV = (x.float().log_softmax(dim=-1) for x in (logits_RV, teacher_RV))
+    q_RV, p_RV = log_q_RV.exp(), log_p_RV.exp()
+    correct_R = _is_top(logits_RV, labels_R)
+    kl_R = (p_RV * (log_p_RV - log_q_RV)).sum(-1)
+    overlap_R = torch.minimum(p_RV, q_RV).sum(-1)
+    weight_R1 = (-3 * overlap_R).exp()[:, None]
+    # More of a token that the drafter gives too little helps; softmax takes it from all tokens.
+    short_RV = q_RV * (q_RV < p_RV)
+    overlap_slope_RV = short_RV - q_RV * short_RV.sum(-1, keepdim=True)
+    logits_RV.copy_(weight_R1 * (q_RV - p_RV) - (1 - weight_R1) * overlap_slope_RV)
+    weight_R = weight_R1[:, 0]
+    return weight_R * kl_R + (1 - weight_R) * (1 - overlap_R), correct_R
+
+
+def _is_top(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
+    return logits_RV.gather(1, labels_R[:, None])[:, 0] == logits_RV.amax(dim=-1)
+
+
+LossFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
+DISTILLATIONS: dict[str, LossFunction] = {"kl": kl_, "lk": lk_}
+_GPU_ROWS = 256
+
+
+def _loss_function(kind: str, compiled: bool) -> LossFunction:
+    if compiled:
+        return _compiled(DISTILLATIONS.get(kind, fused_cross_entropy_))
+    return DISTILLATIONS.get(kind, cross_entropy_)
+
+
+@lru_cache
+def _compiled(function: LossFunction) -> LossFunction:
+    return torch.compile(function)
+
+
+def dpace_weights(loss_NK: Tensor, supervised_NK: Tensor, alpha: float) -> Tensor:
+    """D-PACE: what a slot's log-likelihood contributes to a smooth form of the expected acceptance.
+
+    With q the drafter's probability of each label and s = (1 - alpha) q + alpha, slot j weighs the sum
+    over m >= j of the products of s up to m. Weights carry no gradient.
+
+    Args:
+        loss_NK: cross-entropies; of no account where not supervised.
+        supervised_NK: bool; a prefix of the predicting slots of each block.
+        alpha: 0 to 1.
+
+    Reference: https://arxiv.org/abs/2605.18810
+    """
+    confidence = (1 - alpha) * (-loss_NK.detach()).exp() + alpha
+    survival = confidence.where(supervised_NK, 1).cumprod(dim=1) * supervised_NK
+    return survival.flip(1).cumsum(dim=1).flip(1) * supervised_NK
 
 
 @dataclass(frozen=True)
 class SlotCounts:
-    """Counts over blocks from which accuracy and acceptance follow; add those of several packs."""
+    """Counts over blocks from which accuracy and acceptance follow; add those of several packs.
 
-    supervised_K: Tensor
+    P are the slots that predict: all but the first in the in-place layout, all in the shifted one.
+    """
+
+    supervised_P: Tensor
     """Blocks in which the slot is supervised."""
-    correct_K: Tensor
-    """Of those, blocks in which its most likely token is the label."""
-    survived_K: Tensor
+    correct_P: Tensor
+    """Of those, blocks in which its likeliest token is the label."""
+    survived_P: Tensor
     """Of those, blocks in which every slot up to it is right."""
     weight: Tensor
     """Sum of all weights, the denominator of the loss."""
 
+    def fields(self) -> list[Tensor]:
+        return [getattr(self, field.name) for field in fields(self)]
+
     def __add__(self, other: SlotCounts) -> SlotCounts:
-        names = [field.name for field in fields(self)]
-        return SlotCounts(*(getattr(self, name) + getattr(other, name) for name in names))
+        return SlotCounts(*map(torch.add, self.fields(), other.fields()))
 
     def accuracy(self) -> list[float]:
-        """Share of right tokens in slots 1 .. K - 1; 0 where nothing was supervised."""
-        return (self.correct_K / self.supervised_K.clamp(min=1))[1:].tolist()
+        """Share of right tokens in each slot; 0 where nothing was supervised."""
+        return (self.correct_P / self.supervised_P.clamp(min=1)).tolist()
 
     def acceptance_length(self) -> float:
         """1 + mean over blocks of the drafts that greedy decoding would accept on this text.
 
-        Slot 1 is supervised in every block that is not a dummy, so it counts the blocks. Comparable
-        with decoding only on text that the target itself wrote greedily.
+        The first slot is supervised in every block that is not a dummy, so it counts the blocks.
+        Comparable with decoding only on text that the target itself wrote greedily.
         """
-        blocks = self.supervised_K[1].clamp(min=1)
-        return 1 + float(self.survived_K.sum() / blocks)
+        blocks = self.supervised_P[0].clamp(min=1)
+        return 1 + float(self.survived_P.sum() / blocks)
 
 
-def weighted_loss(hidden_NKH: Tensor, head_VH: Tensor, blocks: Blocks) -> tuple[Tensor, SlotCounts]:
-    """Sum over supervised slots of weight times cross-entropy, and the counts beside it.
+def weighted_loss(
+    hidden_NKH: Tensor,
+    head_VH: Tensor,
+    blocks: Blocks,
+    *,
+    first_slot: int = 1,
+    dpace_alpha: float | None = None,
+    kind: str = "ce",
+    teacher_TH: Tensor | None = None,
+) -> tuple[Tensor, SlotCounts]:
+    """Sum over supervised slots of weight times loss, and the counts beside it.
 
     A sum, not a mean: packs and ranks are added first and divided once by the sum of all weights
     (`SlotCounts.weight`), so a step's gradient does not depend on how it was cut. Slots without weight
@@ -96,25 +241,39 @@ def weighted_loss(hidden_NKH: Tensor, head_VH: Tensor, blocks: Blocks) -> tuple[
         hidden_NKH: the drafter's output, float.
         head_VH: the target's output head, frozen; logits are computed in its type, the loss in float32.
         blocks: on the same device.
+        first_slot: first slot that predicts.
+        dpace_alpha: weigh by `dpace_weights`, with `ce` only; None takes the weights of `blocks`.
+        kind: `ce`, or one of `DISTILLATIONS`.
+        teacher_TH: for those, the target's last hidden states of the pack, behind its final norm.
     """
-    num_blocks, block_size = blocks.labels_NK.shape
-    chosen_M = blocks.supervised_M
-    total, correct_M = _FrozenHeadLoss.apply(
-        hidden_NKH.reshape(num_blocks * block_size, -1)[chosen_M],
+    chosen_M, size = blocks.supervised_M, blocks.labels_NK.shape
+    teacher_MH = None
+    if teacher_TH is not None:
+        # The target's row i predicts token i + 1: slot j's label is predicted a row before it.
+        slots_K = torch.arange(size[1], device=chosen_M.device) - first_slot
+        rows_NK = (blocks.anchors_N[:, None] + slots_K).clamp(max=len(teacher_TH) - 1)
+        teacher_MH = teacher_TH[rows_NK.flatten()[chosen_M]]
+    loss_M, correct_M = frozen_head_loss(
+        hidden_NKH.reshape(size.numel(), -1).index_select(0, chosen_M),
         head_VH,
         blocks.labels_NK.flatten()[chosen_M],
-        blocks.weights_NK.flatten()[chosen_M],
+        kind,
+        teacher_MH,
     )
-    supervised_NK = torch.zeros_like(blocks.labels_NK, dtype=torch.bool)
-    correct_NK = supervised_NK.clone()
-    supervised_NK.view(-1)[chosen_M] = True
-    correct_NK.view(-1)[chosen_M] = correct_M
-    survived_NK = correct_NK.clone()
-    survived_NK[:, 1:] = correct_NK[:, 1:].long().cumprod(dim=1).bool()
+
+    def spread(values_M: Tensor) -> Tensor:
+        zeros = torch.zeros(size.numel(), dtype=values_M.dtype, device=values_M.device)
+        return zeros.index_copy(0, chosen_M, values_M).view(size)
+
+    weights_NK, supervised_NK = blocks.weights_NK, blocks.weights_NK > 0
+    if dpace_alpha is not None:
+        weights_NK = dpace_weights(spread(loss_M.detach()), supervised_NK, dpace_alpha)
+    predicting = slice(first_slot, None)
+    supervised_NP, correct_NP = supervised_NK[:, predicting], spread(correct_M)[:, predicting]
     counts = SlotCounts(
-        supervised_K=supervised_NK.sum(0),
-        correct_K=correct_NK.sum(0),
-        survived_K=survived_NK.sum(0),
-        weight=blocks.weights_NK.sum(),
+        supervised_P=supervised_NP.sum(0),
+        correct_P=correct_NP.sum(0),
+        survived_P=correct_NP.long().cumprod(dim=1).sum(0),
+        weight=weights_NK.sum(),
     )
-    return total, counts
+    return (weights_NK.flatten()[chosen_M] * loss_M).sum(), counts

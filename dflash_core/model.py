@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+from dflash_core.attention import Mask, attend
 from dflash_core.config import DrafterConfig
 from dflash_core.errors import InputError
 
@@ -53,6 +55,7 @@ class DrafterShape:
     vocab_size: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
+    layout: str = "in-place"
 
     def __post_init__(self) -> None:
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -76,6 +79,10 @@ class DrafterShape:
             raise InputError(
                 f"attention {self.attention!r} is not known; use one of {', '.join(_LAYER_TYPES)}"
             )
+        if self.layout not in _FIRST_SLOTS:
+            raise InputError(
+                f"layout {self.layout!r} is not known; use one of {', '.join(_FIRST_SLOTS)}"
+            )
 
     def _check_taps(self) -> None:
         taps, layers = self.target_layer_ids, self.num_target_layers
@@ -96,6 +103,16 @@ class DrafterShape:
         inner, last = _LAYER_TYPES[self.attention]
         return (inner,) * (self.num_hidden_layers - 1) + (last,)
 
+    @property
+    def first_slot(self) -> int:
+        """First slot of a block that predicts a token."""
+        return _FIRST_SLOTS[self.layout]
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that a block proposes."""
+        return self.block_size - self.first_slot
+
     def causal_in_block(self, layer_type: str) -> bool:
         """Whether a slot of such a layer sees only its own and earlier slots of its block."""
         return layer_type == SLIDING and self.attention != "swa-bidir"
@@ -108,6 +125,8 @@ _LAYER_TYPES = {
     "mixed": (SLIDING, FULL),
     "swa-bidir": (SLIDING, SLIDING),
 }
+# Slot 0 holds the anchor: in place it predicts nothing, shifted the token behind it.
+_FIRST_SLOTS = {"in-place": 1, "shifted": 0}
 
 
 def resolve_shape(
@@ -152,6 +171,7 @@ def resolve_shape(
         vocab_size=_target_value(target_text_config, "vocab_size"),
         target_layer_ids=tuple(target_layer_ids),
         num_target_layers=_target_value(target_text_config, "num_hidden_layers"),
+        layout=config.layout,
     )
 
 
@@ -225,19 +245,10 @@ class Attention(nn.Module):
         x_BQH: Tensor,
         tables: tuple[Tensor, Tensor],
         context: tuple[Tensor, Tensor],
-        mask: Tensor,
+        mask: Mask,
     ) -> Tensor:
         query = rotate(self.q_norm(self._heads(self.q_proj(x_BQH))), tables)
-        own_key, own_value = self.keys_values(x_BQH, tables)
-        key = torch.cat((context[0], own_key), dim=2)
-        value = torch.cat((context[1], own_value), dim=2)
-        groups = query.shape[1] // key.shape[1]
-        if query.is_cuda and groups > 1:
-            # CUDA's memory-efficient kernel takes a mask but no grouped heads; asked for both, torch
-            # would hold every score of every head.
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        grouped = key.shape[1] < query.shape[1]
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
+        out = attend(query, context, self.keys_values(x_BQH, tables), mask)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -272,7 +283,7 @@ class DecoderLayer(nn.Module):
         x_BQH: Tensor,
         tables: tuple[Tensor, Tensor],
         context: tuple[Tensor, Tensor],
-        mask: Tensor,
+        mask: Mask,
     ) -> Tensor:
         x_BQH = x_BQH + self.self_attn(self.input_layernorm(x_BQH), tables, context, mask)
         return x_BQH + self.mlp(self.post_attention_layernorm(x_BQH))
@@ -287,11 +298,15 @@ class Drafter(nn.Module):
     Args:
         shape: see `DrafterShape`.
         generator: source of the fresh weights; torch's own when None.
+
+    Attributes:
+        recompute: keep no activations inside layers for the backward pass, compute them again.
     """
 
     def __init__(self, shape: DrafterShape, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.shape = shape
+        self.recompute = False
         joined = len(shape.target_layer_ids) * shape.hidden_size
         self.fc = nn.Linear(joined, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -314,9 +329,7 @@ class Drafter(nn.Module):
         Returns:
             For each layer (key, value), both [B, key-value heads, T, D].
         """
-        if not torch.is_autocast_enabled(taps_BTC.device.type):
-            taps_BTC = taps_BTC.to(self.fc.weight.dtype)
-        context_BTH = self.hidden_norm(self.fc(taps_BTC))
+        context_BTH = self.hidden_norm(self.fc(taps_BTC.to(self.fc.weight.dtype)))
         tables = rotary_tables(positions_BT, self.shape.head_dim, self.shape.rope_theta)
         return [layer.self_attn.keys_values(context_BTH, tables) for layer in self._layers()]
 
@@ -325,7 +338,7 @@ class Drafter(nn.Module):
         embeds_BQH: Tensor,
         positions_BQ: Tensor,
         context_kv: list[tuple[Tensor, Tensor]],
-        masks: Mapping[str, Tensor],
+        masks: Mapping[str, Mask],
     ) -> Tensor:
         """Hidden states [B, Q, H] of block rows after the final norm; the target's head makes logits.
 
@@ -333,15 +346,35 @@ class Drafter(nn.Module):
             embeds_BQH: the target's embedding rows of the anchors and mask tokens.
             positions_BQ: each row's position in its document, integer.
             context_kv: what `project_context` returned.
-            masks: for each kind of layer in use, bool [B, 1, Q, T + Q], True where a row may attend;
-                context keys come first. No row may be all False.
+            masks: for each kind of layer in use who sees whom, as made in `attention`.
         """
         tables = rotary_tables(positions_BQ, self.shape.head_dim, self.shape.rope_theta)
         x_BQH = embeds_BQH
         kinds = self.shape.layer_types
         for layer, kind, context in zip(self._layers(), kinds, context_kv, strict=True):
-            x_BQH = layer(x_BQH, tables, context, masks[kind])
+            if self.recompute:
+                x_BQH = checkpoint(layer, x_BQH, tables, context, masks[kind], use_reentrant=False)
+            else:
+                x_BQH = layer(x_BQH, tables, context, masks[kind])
         return self.norm(x_BQH)
+
+    def forward_pack(
+        self,
+        taps_BTC: Tensor,
+        positions_BT: Tensor,
+        embeds_BQH: Tensor,
+        positions_BQ: Tensor,
+        masks: Mapping[str, Mask],
+    ) -> Tensor:
+        """`project_context` and `forward` in one call: a training step over the blocks of a pack."""
+        context_kv = self.project_context(taps_BTC, positions_BT)
+        return self.forward(embeds_BQH, positions_BQ, context_kv, masks)
+
+    def compile_parts(self) -> None:
+        """Compiles the context projection and one layer, whose code serves all layers of any kind."""
+        self.project_context = torch.compile(self.project_context)
+        for part in (*self._layers(), self.norm):
+            part.compile()
 
     def _layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

@@ -14,14 +14,19 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from dflash_core.blocks import Blocks, attention_masks, build_blocks, sample_anchors
+from dflash_core import replay
+from dflash_core.attention import Mask, flex_mask, tiles
+from dflash_core.blocks import Blocks, build_blocks, ranges_by_kind, sample_anchors
 from dflash_core.checkpoint import (
     committed_steps,
     load_drafter,
@@ -32,15 +37,25 @@ from dflash_core.checkpoint import (
     shape_as_json,
     unit_of,
 )
-from dflash_core.config import DrafterConfig, Runtime, TargetConfig, TrainConfig
-from dflash_core.data import packs_of_step, read_ahead
+from dflash_core.config import DrafterConfig, EvaluateConfig, Runtime, TargetConfig, TrainConfig
+from dflash_core.data import (
+    PackReader,
+    packs_of_step,
+    read_ahead,
+    reads,
+    visits,
+)
 from dflash_core.errors import DFlashError, InputError, MismatchError
 from dflash_core.loss import SlotCounts, weighted_loss
 from dflash_core.manifest import Dataset, require_same, sha256
 from dflash_core.model import Drafter, DrafterShape, resolve_shape
+from dflash_core.optim import Optimizer, bfloat16_copy, learning_rate
 from dflash_core.packing import Pack
 from dflash_core.progress import Progress, silent
+from dflash_core.ranks import ALONE, GradientSums, Ranks, joined, shard
+from dflash_core.replay import Answer
 from dflash_core.storage import Storage
+from dflash_core.training_log import TrainingLog, picture
 
 if TYPE_CHECKING:
     from dflash_core.hidden_states import HiddenStates
@@ -48,7 +63,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STAGE, VERSION = "runs", 1
-_BETAS = (0.9, 0.95)
+PICTURE = "training.png"
+_WORTH_A_WARNING = 0.5  # accepted drafts a step; below it a drafter has learned little anyway
 _SUMMARY_STEPS = 100  # last steps that the manifest's averages cover
 
 
@@ -59,14 +75,18 @@ def plan(
 
     Raises:
         MismatchError: the hidden states come from another target.
-        InputError: the drafter cannot have the shape that `config` asks for.
+        InputError: the drafter cannot have the shape that `config` asks for, or not start from the one
+            that it names.
         IncompleteError: the hidden states are not complete.
     """
     from dflash_core.hidden_states import HiddenStates
 
-    store = HiddenStates.open(hidden.require_stage("hidden"))
-    _resolve(store, target, config)
+    store = HiddenStates.open(hidden.require_stage("hidden"), last=config.loss != "ce")
+    shape = _resolve(store, target, config)
     inputs = {"hidden": hidden.fingerprint}
+    if config.warm_start:
+        tensors, inputs["warm_start"] = read_start(root, config.warm_start, shape)
+        start_from(Drafter(shape), tensors, config.warm_start)
     return Dataset.create(root, STAGE, name, version=VERSION, config=config, inputs=inputs)
 
 
@@ -89,10 +109,12 @@ def run(
     target: TargetConfig,
     runtime: Runtime,
     progress: Progress | None = None,
+    corpus: Dataset | None = None,
 ) -> None:
     """Trains from the newest checkpoint to the last step, committing a checkpoint per interval.
 
     Args:
+        corpus: whose held-out prompts the checks use; needed where `check_every` is set.
         progress: called after every step with steps done, steps in all, and loss, acceptance_length,
             tokens_per_s.
 
@@ -101,31 +123,98 @@ def run(
     """
     from dflash_core.hidden_states import HiddenStates
     from dflash_core.object_cache import ObjectCache
+    from dflash_core.target import resolve_device
 
     if not missing(dataset):
         return
     config = _config(dataset)
-    store = HiddenStates.open(hidden.require_stage("hidden"), cache=ObjectCache.of(runtime))
-    trainer = _start(dataset, store, target, config, runtime)
-    report = progress or silent
-    steps = range(trainer.step, config.num_steps)
-    order = (
-        pack
-        for step in steps
-        for pack in packs_of_step(config.seed, step, config.packs_per_step, store.num_packs)
+    with joined(resolve_device(runtime.device)) as (ranks, device):
+        store = HiddenStates.open(
+            hidden.require_stage("hidden"),
+            last=config.loss != "ce",
+            cache=ObjectCache.of(runtime),
+        )
+        answers = _answers(corpus, store, target, config, runtime)
+        trainer = _start(dataset, store, target, config, runtime, ranks, device)
+        _train(dataset, store, trainer, answers, runtime, progress or silent)
+
+
+def _answers(
+    corpus: Dataset | None,
+    store: HiddenStates,
+    target: TargetConfig,
+    config: TrainConfig,
+    runtime: Runtime,
+) -> list[Answer]:
+    """What the checks replay. Every process asks the target itself, before its memory is needed."""
+    if not config.check_every:
+        return []
+    if corpus is None:
+        raise InputError(
+            f"check_every is {config.check_every} and there is no corpus to take held-out prompts from; name "
+            "one, or set check_every to 0"
+        )
+    asked = EvaluateConfig(
+        num_prompts=config.check_prompts,
+        max_new_tokens=config.check_new_tokens,
+        thinking=[bool(store.contract.get("thinking", False))],
     )
+    layer_ids = tuple(store.contract["target_layer_ids"])
+    return replay.answers(corpus, target, layer_ids, asked, runtime)
+
+
+def _train(
+    dataset: Dataset,
+    store: PackReader,
+    trainer: Trainer,
+    answers: list[Answer],
+    runtime: Runtime,
+    report: Progress,
+) -> None:
+    config, share = trainer.config, trainer.share
+    steps = range(trainer.step, config.num_steps)
+    again = config.visits_per_pack
+    order = reads(config.seed, steps, config.packs_per_step, store.num_packs, again, share)
     metrics: list[dict] = []
-    pin = trainer.device.type == "cuda"
-    with read_ahead(store, order, runtime.prefetch_packs, pin_memory=pin) as packs:
-        for _ in steps:
-            entry = trainer.train_step(packs)
+    is_first = trainer.ranks.is_first
+    logs = TrainingLog(runtime if is_first else Runtime(), dataset.path)
+    with (
+        closing(logs),
+        read_ahead(store, order, runtime.prefetch_packs, trainer.device) as packs,
+    ):
+        visited = visits(packs, steps, trainer.num_packs, again)
+        for step in steps:
+            entry = trainer.train_step(visited)
+            entry["packs"] = packs_of_step(
+                config.seed, step, config.packs_per_step, store.num_packs, again
+            )
+            if answers and trainer.step % config.check_every == 0:
+                entry |= trainer.check(answers)
+                _warn_if_apart(entry)
             metrics.append(entry)
-            shown = ("loss", "acceptance_length", "tokens_per_s")
-            report(trainer.step, config.num_steps, {name: entry[name] for name in shown})
+            if is_first:
+                shown = ("loss", "acceptance_length", "tokens_per_s")
+                report(trainer.step, config.num_steps, {name: entry[name] for name in shown})
             if trainer.step % config.checkpoint_every == 0 or trainer.step == config.num_steps:
-                save_checkpoint(dataset, trainer.step, trainer.drafter, trainer.optimizer, metrics)
+                entry["unchanged_weights"] = trainer.unchanged_weights()
+                trainer.save(dataset, metrics)
                 log.info("step %d: loss %.4f, committed", trainer.step, entry["loss"])
                 metrics = []
+            logs.write(entry)
+
+
+def _warn_if_apart(entry: dict[str, Any]) -> None:
+    """Says so when held-out text is predicted far worse than the text that is trained on."""
+    trained, held_out = entry["acceptance_length"] - 1, entry["held_out_simulated"] - 1
+    if trained > _WORTH_A_WARNING and held_out < trained / 2:
+        log.warning(
+            "step %d: simulated acceptance length is %.2f on training text and %.2f on the target's own "
+            "answers to held-out prompts; the drafter learns the text by heart, or the text is not what "
+            "the target writes",
+            entry["step"],
+            trained + 1,
+            held_out + 1,
+        )
 
 
 def seal(dataset: Dataset, hidden: Dataset) -> dict:
@@ -138,7 +227,11 @@ def seal(dataset: Dataset, hidden: Dataset) -> dict:
     shape = read_shape(dataset, config.num_steps)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in Drafter(shape).parameters())
-    last = read_metrics(dataset)[-_SUMMARY_STEPS:]
+    entries = read_metrics(dataset)
+    last = entries[-_SUMMARY_STEPS:]
+    image = picture(entries)
+    if image:
+        dataset.storage.put(PICTURE, image)
     facts = {
         "num_steps": config.num_steps,
         "num_parameters": num_parameters,
@@ -153,10 +246,21 @@ def seal(dataset: Dataset, hidden: Dataset) -> dict:
 class Trainer:
     """Drafter, optimiser and the target's frozen ends, with the step they are at.
 
+    On a GPU the products run in bfloat16, with a copy of the weights in that type.
+
     Args:
         drafter: float32 weights, on the device.
         embedding_VH, head_VH: the target's, on the device; computed with in their own type.
         step: optimiser steps behind it.
+        ranks: the processes that train together.
+        sharded: each rank keeps a part of the drafter.
+        compiled: compile the drafter and attend with FlexAttention, which needs Triton; else the drafter
+            runs as it is, with attention in tiles.
+        recompute: keep no activations inside layers.
+        teacher_norm: the target's final norm, on the device, where the loss needs its distribution.
+
+    Raises:
+        InputError: values that do not go together.
     """
 
     def __init__(
@@ -166,30 +270,68 @@ class Trainer:
         head_VH: Tensor,
         config: TrainConfig,
         step: int = 0,
+        *,
+        ranks: Ranks = ALONE,
+        sharded: bool = False,
+        compiled: bool = False,
+        recompute: bool = False,
+        teacher_norm: nn.Module | None = None,
     ) -> None:
-        self.drafter = drafter
-        self.optimizer = make_optimizer(drafter, config)
-        self.step = step
-        self._embedding_VH, self._head_VH = embedding_VH, head_VH
-        self._config = config
+        if config.packs_per_step < ranks.size:
+            raise InputError(
+                f"packs_per_step is {config.packs_per_step} and there are {ranks.size} processes; each needs "
+                f"a pack in every step, set packs_per_step to {ranks.size} or a multiple"
+            )
+        if config.slot_weights == "dpace" and config.loss != "ce":
+            raise InputError(
+                f"slot_weights dpace weighs likelihoods and loss is {config.loss!r}; use loss ce, or decay"
+            )
+        if sharded and config.optimizer == "muon":
+            raise InputError("Muon steps whole matrices; set sharding to replicate, or use adamw")
         self.device = embedding_VH.device
+        self.drafter, self.step, self.ranks, self.config = drafter, step, ranks, config
+        self.share = slice(ranks.rank, None, ranks.size)
+        self.num_packs = len(range(config.packs_per_step)[self.share])
+        self._compute = drafter
+        if sharded:
+            shard(drafter)
+        elif self.device.type == "cuda":
+            self._compute = bfloat16_copy(drafter)
+        self.optimizer = Optimizer(drafter, config, self._compute)
+        self._sums = None
+        accumulates = self.num_packs > 1 and self._compute is not drafter
+        if not sharded and (accumulates or ranks.size > 1):
+            self._sums = GradientSums(self.optimizer, ranks, accumulates=accumulates)
+        self._embedding_VH, self._head_VH = embedding_VH, head_VH
+        self._compiled, self._teacher_norm = compiled, teacher_norm
+        self._rounded = self._rounded_weights()
+        self._compute.recompute = recompute
+        if compiled:
+            self._compute.compile_parts()
 
     def train_step(self, packs: Iterator[tuple[Pack, Tensor]]) -> dict[str, Any]:
-        """One optimiser step over the next `packs_per_step` packs.
+        """One optimiser step over the next packs, of which this rank takes `num_packs`.
 
-        Gradients of sums are added over the packs and divided once by the sum of all weights, so the
-        result is that of one large batch, and only one pack's hidden states are held at a time.
+        Gradients of sums are added over packs and ranks and divided once by the sum of all weights, so
+        the result is that of one large batch, and only one pack's hidden states are held at a time.
 
         Returns:
-            Metrics: step (1-based), loss, acceptance_length, accuracy of each slot from 1 on, grad_norm,
-            learning_rate, packs, tokens_per_s (context rows and block slots) and wait_s for input.
+            Metrics of all ranks: step (1-based), loss, acceptance_length, accuracy of each predicting
+            slot, grad_norm, learning_rate, tokens_per_s (context rows and block slots); and of this one:
+            packs and wait_s for input.
+
+        Raises:
+            DFlashError: loss or gradient is not finite; the weights are as before.
         """
-        start, waited, tokens, indices = time.perf_counter(), 0.0, 0, []
-        total, counts = torch.zeros((), device=self.device), None
+        start, waited, indices = time.perf_counter(), 0.0, []
+        total, tokens = torch.zeros((), device=self.device), 0
+        counts = None
         asked = time.perf_counter()
-        for slot, (pack, hidden_TLH) in enumerate(islice(packs, self._config.packs_per_step)):
+        for slot, (pack, hidden_TLH) in enumerate(islice(packs, self.num_packs)):
             waited += time.perf_counter() - asked
-            blocks = self._blocks(pack, slot)
+            if self._sums:
+                self._sums.is_last_pack = slot == self.num_packs - 1
+            blocks = self._blocks(pack, self.ranks.rank + slot * self.ranks.size)
             loss, pack_counts = self.pack_loss(pack, hidden_TLH, blocks)
             loss.backward()
             total += loss.detach()
@@ -198,38 +340,108 @@ class Trainer:
             indices.append(pack.index)
             asked = time.perf_counter()
         assert counts is not None, "the reader ended before the run did"
-        mean, norm, rate = self._update(total, counts, indices)
+        loss, norm, rate, all_tokens, counts = self._update(total, tokens, counts, indices)
         return {
             "step": self.step,
-            "loss": mean,
+            "loss": loss,
             "acceptance_length": counts.acceptance_length(),
             "accuracy": counts.accuracy(),
             "grad_norm": norm,
             "learning_rate": rate,
             "packs": indices,
-            "tokens_per_s": tokens / (time.perf_counter() - start),
+            "tokens_per_s": all_tokens / (time.perf_counter() - start),
             "wait_s": waited,
         }
+
+    def check(self, answers: list[Answer]) -> dict[str, float]:
+        """Acceptance on held-out answers: decoding's own, and simulated as on training text."""
+        drafter = self.drafter
+        shards = isinstance(drafter, FSDPModule)
+        if shards:
+            drafter.unshard()
+        # Eager: answers have many lengths, and a compiled layer would be compiled for each.
+        with (
+            torch.compiler.set_stance("force_eager"),
+            torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"),
+        ):
+            found = replay.acceptance(drafter, self._embedding_VH, self._head_VH, answers)
+        if shards:
+            drafter.reshard()
+        return {
+            "held_out_acceptance_length": found.decoded,
+            "held_out_simulated": found.simulated,
+        }
+
+    def unchanged_weights(self) -> float:
+        """Share of the weights that, in bfloat16, are what they were at the last call, or at the start.
+
+        Near 1 the steps are lost in the rounding of what is exported.
+        """
+        before, self._rounded = self._rounded, self._rounded_weights()
+        same = sum(int((a == b).sum()) for a, b in zip(before, self._rounded, strict=True))
+        counts = torch.tensor([same, sum(weight.numel() for weight in before)], device=self.device)
+        same, total = self.ranks.add(counts).tolist()
+        return same / total
+
+    def _rounded_weights(self) -> list[Tensor]:
+        """What this rank holds of each weight, bfloat16, on the CPU."""
+        weights = (weight.detach() for weight in self.drafter.parameters())
+        parts = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        return [part.to("cpu", torch.bfloat16, copy=True) for part in parts]
+
+    def save(self, dataset: Dataset, metrics: list[dict]) -> None:
+        """Commits a checkpoint; every rank calls it, the first one writes."""
+        save_checkpoint(
+            dataset,
+            self.step,
+            self.drafter,
+            self.optimizer,
+            metrics,
+            writes=self.ranks.is_first,
+        )
+        self.ranks.wait()
 
     def pack_loss(
         self, pack: Pack, hidden_TLH: Tensor, blocks: Blocks
     ) -> tuple[Tensor, SlotCounts]:
-        """Weighted sum of the cross-entropies of a pack's blocks, with its graph, and the counts."""
-        shape, device = self.drafter.shape, self.device
+        """Weighted sum of the losses of a pack's blocks, with its graph, and the counts."""
+        drafter, device = self._compute, self.device
         blocks = blocks.to(device)
-        documents_T = torch.tensor(pack.document_ids, device=device)
-        positions_T = torch.tensor(pack.positions, device=device)
-        masks = attention_masks(shape, blocks.anchors_N, blocks.documents_N, documents_T)
-        taps_BTC = hidden_TLH.to(device).flatten(1)[None]
+        positions_T = torch.tensor(pack.positions).to(device, non_blocking=True)
+        hidden_TLH = hidden_TLH.to(device, non_blocking=True)
+        num_taps = len(drafter.shape.target_layer_ids)
+        taps_BTC = hidden_TLH[:, :num_taps].flatten(1)[None]
+        teacher_TH = self._teacher_norm(hidden_TLH[:, num_taps]) if self._teacher_norm else None
+        masks = self._masks(blocks, len(positions_T))
+        # The residual stream stays float32, also where the embedding is bfloat16.
+        embeds_BQH = F.embedding(blocks.token_ids_NK.flatten(), self._embedding_VH).float()[None]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            context = self.drafter.project_context(taps_BTC, positions_T[None])
-            # The residual stream stays float32, also where the embedding is bfloat16.
-            embeds = F.embedding(blocks.token_ids_NK.flatten(), self._embedding_VH).float()[None]
-            out = self.drafter(embeds, blocks.positions_NK.flatten()[None], context, masks)
-        return weighted_loss(out.view(*blocks.labels_NK.shape, -1), self._head_VH, blocks)
+            out = drafter.forward_pack(
+                taps_BTC,
+                positions_T[None],
+                embeds_BQH,
+                blocks.positions_NK.flatten()[None],
+                masks,
+            )
+        return weighted_loss(
+            out.view(*blocks.labels_NK.shape, -1),
+            self._head_VH,
+            blocks,
+            first_slot=drafter.shape.first_slot,
+            dpace_alpha=self.config.dpace_alpha if self.config.slot_weights == "dpace" else None,
+            kind=self.config.loss,
+            teacher_TH=teacher_TH,
+        )
+
+    def _masks(self, blocks: Blocks, num_rows: int) -> dict[str, Mask]:
+        shape = self.drafter.shape
+        ranges = ranges_by_kind(shape, blocks.anchors_N, blocks.starts_N)
+        if self._compiled:
+            return {kind: flex_mask(seen, num_rows) for kind, seen in ranges.items()}
+        return {kind: tiles(seen, num_rows, shape.block_size) for kind, seen in ranges.items()}
 
     def _blocks(self, pack: Pack, slot: int) -> Blocks:
-        config, shape = self._config, self.drafter.shape
+        config, shape = self.config, self.drafter.shape
         loss_mask_T = torch.tensor(pack.loss_mask)
         documents_T = torch.tensor(pack.document_ids)
         generator = anchor_generator(config.seed, self.step, slot)
@@ -241,53 +453,51 @@ class Trainer:
             torch.tensor(pack.positions),
             anchors,
             block_size=shape.block_size,
+            first_slot=shape.first_slot,
             mask_token_id=shape.mask_token_id,
             loss_decay=config.loss_decay,
         )
 
     def _update(
-        self, total: Tensor, counts: SlotCounts, indices: list[int]
-    ) -> tuple[float, float, float]:
-        """Divides, clips, checks and steps; returns loss, gradient norm and learning rate."""
-        config = self._config
-        parameters = list(self.drafter.parameters())
+        self, total: Tensor, tokens: int, counts: SlotCounts, indices: list[int]
+    ) -> tuple[float, float, float, float, SlotCounts]:
+        """Divides, clips, checks and steps; returns loss, gradient norm, rate, tokens and counts."""
+        if self._sums:
+            self._sums.wait()
+        norms = [_norm(self.optimizer.gradient(weight)) for weight in self.optimizer.copies]
+        norm = torch.stack(norms).norm()
+        # The one wait for the GPU in a step; what follows is launched while the weights are stepped.
+        loss, all_tokens, norm, counts = self._fetch(total, tokens, norm, counts)
         denominator = float(counts.weight) or 1.0  # 0 when no slot is supervised: all is 0 then
-        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], denominator)
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm))
-        mean = float(total) / denominator
-        if not (math.isfinite(mean) and math.isfinite(norm)):
+        loss, norm = loss / denominator, norm / denominator
+        if not (math.isfinite(loss) and math.isfinite(norm)):
             raise DFlashError(
-                f"step {self.step + 1}: loss is {mean} and gradient norm {norm} on packs {indices}; "
+                f"step {self.step + 1}: loss is {loss} and gradient norm {norm} on packs {indices}; "
                 "training stopped with the last checkpoint intact, lower learning_rate or look for "
                 "damaged hidden states in these packs"
             )
-        rate = learning_rate(self.step, config)
+        rate = learning_rate(self.step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step(min(1.0, self.config.max_grad_norm / (norm + 1e-6)) / denominator)
         self.step += 1
-        return mean, norm, rate
+        return loss, norm, rate, all_tokens, counts
+
+    def _fetch(
+        self, total: Tensor, tokens: int, norm: Tensor, counts: SlotCounts
+    ) -> tuple[float, float, float, SlotCounts]:
+        """Added over the ranks (the norm is everyone's already) and on the host, in one copy."""
+        values = [total.new_tensor(float(tokens)), total, *counts.fields()]
+        flat = self.ranks.add(torch.cat([value.reshape(-1).double() for value in values]))
+        flat = torch.cat((norm.reshape(1).double(), flat)).cpu()
+        norm, tokens, total, *parts = flat.split([1, *(value.numel() for value in values)])
+        return float(total), float(tokens), float(norm), SlotCounts(*parts)
 
 
-def make_optimizer(drafter: Drafter, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norm weights do not."""
-    matrices = [parameter for parameter in drafter.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in drafter.parameters() if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=_BETAS, fused=True)
-
-
-def learning_rate(step: int, config: TrainConfig) -> float:
-    """Rate of step `step` (0-based): linear warm-up, then a cosine that reaches 0 after the last step."""
-    warmup = round(config.warmup_fraction * config.num_steps)
-    if step < warmup:
-        return config.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, config.num_steps - warmup)
-    return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+def _norm(gradient: Tensor) -> Tensor:
+    """Its length in float32, of the whole gradient where ranks hold parts."""
+    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def anchor_generator(seed: int, step: int, slot: int) -> torch.Generator:
@@ -325,7 +535,8 @@ def _resolve(store: HiddenStates, target: TargetConfig, config: TrainConfig) -> 
     require_same(f"target {target.id!r} and the hidden states", ours, theirs, advice)
     layer_ids = store.contract["target_layer_ids"]
     shape = drafter_shape(target, layer_ids, config.drafter)
-    if (store.hidden_size, store.num_taps) != (shape.hidden_size, len(layer_ids)):
+    num_taps = len(layer_ids) + (config.loss != "ce")
+    if (store.hidden_size, store.num_taps) != (shape.hidden_size, num_taps):
         raise MismatchError(
             f"the hidden states hold {store.num_taps} taps of {store.hidden_size}, expected "
             f"{len(layer_ids)} of {shape.hidden_size} for target {target.id!r}; extract them again"
@@ -344,11 +555,10 @@ def _start(
     target: TargetConfig,
     config: TrainConfig,
     runtime: Runtime,
+    ranks: Ranks,
+    device: torch.device,
 ) -> Trainer:
     """The trainer at the newest checkpoint; commits the untrained one when there is none."""
-    from dflash_core.target import resolve_device
-
-    device = resolve_device(runtime.device)
     shape = _resolve(store, target, config)
     embedding, head = _frozen_ends(target, shape, device)
     step = 0
@@ -356,13 +566,81 @@ def _start(
         drafter, _, step = load_drafter(dataset)
     else:
         drafter = Drafter(shape, torch.Generator().manual_seed(config.seed))
-    trainer = Trainer(drafter.to(device), embedding, head, config, step)
+        if config.warm_start:
+            tensors, _ = read_start(dataset.root, config.warm_start, shape)
+            start_from(drafter, tensors, config.warm_start)
+    trainer = Trainer(
+        drafter.to(device),
+        embedding,
+        head,
+        config,
+        step,
+        ranks=ranks,
+        sharded=ranks.size > 1 and runtime.sharding == "shard",
+        compiled=device.type == "cuda" and runtime.compile,
+        recompute=runtime.recompute,
+        teacher_norm=_teacher_norm(target, device) if config.loss != "ce" else None,
+    )
+    ranks.wait()  # nobody commits before all have looked
     if committed_steps(dataset):
         restore_optimizer(dataset, step, trainer.drafter, trainer.optimizer)
         log.info("%s continues from step %d of %d", dataset.path, step, config.num_steps)
     else:
-        save_checkpoint(dataset, 0, trainer.drafter, trainer.optimizer, [])
+        trainer.save(dataset, [])
     return trainer
+
+
+def read_start(root: Storage, source: str, shape: DrafterShape) -> tuple[dict[str, Tensor], str]:
+    """Weights of the drafter that a run starts from, float32, and what identifies them.
+
+    Args:
+        source: path of a run under the root, or what `read_drafter` takes.
+        shape: of the drafter to be trained.
+    """
+    if source.startswith(f"{STAGE}/"):
+        run = Dataset.open(root, source)
+        drafter, _, step = load_drafter(run)
+        return drafter.state_dict(), f"{run.fingerprint}/{step}"
+    from dflash_core.import_drafter import read_drafter
+
+    found = read_drafter(source, num_target_layers=shape.num_target_layers)
+    if found.head_DH is not None:
+        raise InputError(
+            f"warm_start {source!r} proposes from a vocabulary of its own; training uses the target's, start "
+            "from another drafter"
+        )
+    return found.state_dict, found.content
+
+
+def start_from(drafter: Drafter, tensors: dict[str, Tensor], source: str) -> None:
+    """Gives a fresh drafter these weights; layers that they lack become the identity.
+
+    Raises:
+        InputError: a weight has another shape, or no place.
+    """
+    own = drafter.state_dict()
+    for name, tensor in tensors.items():
+        if name not in own or own[name].shape != tensor.shape:
+            there = list(own[name].shape) if name in own else "none"
+            raise InputError(
+                f"warm_start {source!r} has {name} of shape {list(tensor.shape)}, this drafter {there}; give "
+                "train.drafter the values of that one"
+            )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            if name in tensors:
+                tensor.copy_(tensors[name])
+            elif name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor.zero_()
+
+
+def _teacher_norm(target: TargetConfig, device: torch.device) -> nn.Module:
+    """The target's final norm, of its own kind, float32 in and out."""
+    from dflash_core.target import load_body
+
+    norm = load_body(target, [0], torch.device("cpu")).final_norm
+    assert isinstance(norm, nn.Module)
+    return norm.float().to(device)
 
 
 def _frozen_ends(

@@ -86,6 +86,8 @@ class TrainParams(StageParams):
     """Path of a hidden-state store under the root, such as hidden/demo-0123456789ab."""
     target: TargetConfig = TargetConfig()
     """The model whose embedding and head the drafter borrows."""
+    corpus: str = ""
+    """Path of the corpus whose held-out prompts train.check_every uses; may be empty without it."""
     train: TrainConfig = TrainConfig()
     """Drafter, optimiser, schedule."""
 

@@ -88,7 +88,10 @@ def _stages(params: PipelineParams) -> Iterator[StageResult]:
         extract, ExtractParams(**common, **target, tokens=tokens.path, extract=params.extract)
     )
     yield hidden
-    trained = run(train, TrainParams(**common, **target, hidden=hidden.path, train=params.train))
+    trained = run(
+        train,
+        TrainParams(**common, **target, hidden=hidden.path, corpus=corpus.path, train=params.train),
+    )
     yield trained
     evaluation = run(
         evaluate,

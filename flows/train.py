@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefect.artifacts import create_markdown_artifact
 
+from dflash_core import launch
 from dflash_core import train as training
 from dflash_core.checkpoint import read_metrics
 from dflash_core.manifest import Dataset
@@ -18,9 +19,10 @@ from flows.server import patiently
 def train_run(params: TrainParams, path: str, units: list[str]) -> None:
     """Trains from the newest checkpoint to the last step."""
     root = Storage.from_url(params.root)
-    hidden = Dataset.open(root, params.hidden)
+    dataset, hidden = Dataset.open(root, path), Dataset.open(root, params.hidden)
+    corpus = Dataset.open(root, params.corpus) if params.corpus else None
     with progress_on_page("train", "steps") as progress:
-        training.run(Dataset.open(root, path), hidden, params.target, params.runtime, progress)
+        launch.run(dataset, hidden, params.target, params.runtime, progress, corpus)
 
 
 @stage_flow

@@ -46,6 +46,27 @@ def tiny_drafter(seed: int = 0, **changes) -> Drafter:
     return drafter
 
 
+def qwen3_config(shape: DrafterShape, **changes):
+    """The shape as the configuration that other trainers build their drafters from."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        intermediate_size=shape.intermediate_size,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        vocab_size=shape.vocab_size,
+        layer_types=list(shape.layer_types),
+        sliding_window=shape.sliding_window,
+        use_sliding_window=True,
+        **changes,
+    )
+
+
 def make_pack(
     lengths: list[int],
     pack_tokens: int,
@@ -86,6 +107,7 @@ def make_blocks(pack: Pack, shape: DrafterShape, num_anchors: int, seed: int = 0
         torch.from_numpy(pack.positions),
         sample_anchors(loss_mask, documents, num_anchors, generator),
         block_size=shape.block_size,
+        first_slot=shape.first_slot,
         mask_token_id=shape.mask_token_id,
         loss_decay=3.0,
     )

@@ -16,9 +16,9 @@ from dflash_core.config import (
 from dflash_core.corpus.rows import CORPORA, PartWriter, Row, content_id
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter, DrafterShape, resolve_shape
+from dflash_core.optim import Optimizer
 from dflash_core.storage import Storage
 from dflash_core.target import identify, mask_token_id, text_config
-from dflash_core.train import make_optimizer
 
 
 def make_row(messages: list[dict], source: str = "one", **metadata) -> Row:
@@ -81,7 +81,7 @@ def sealed_run(
     run = Dataset.create(root, "runs", name, version=1, config=config, inputs={"hidden": hidden})
     for step in (0, 20):
         made = wide_drafter(shape, step, factor)
-        save_checkpoint(run, step, made, make_optimizer(made, config), [])
+        save_checkpoint(run, step, made, Optimizer(made, config), [])
     contract = {**identify(target).contract(), "target_layer_ids": list(shape.target_layer_ids)}
     facts = {"num_steps": 20, "shape": shape_as_json(shape), "contract": contract}
     run.seal([unit_of(0), unit_of(20)], facts)

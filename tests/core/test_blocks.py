@@ -1,13 +1,12 @@
-"""Anchors, labels, weights and masks by enumeration."""
+"""Anchors, labels and weights by enumeration."""
 
 import math
 
 import pytest
 import torch
 
-from dflash_core.blocks import attention_masks, block_mask, build_blocks, sample_anchors
-from dflash_core.model import SLIDING
-from tests.drafters import ATTENTION, make_blocks, make_pack, tiny_shape
+from dflash_core.blocks import build_blocks, sample_anchors
+from tests.drafters import make_blocks, make_pack, tiny_shape
 
 # Two samples and two empty rows; the first has two answers with a user's turn between them.
 LOSS_MASK = torch.tensor([0, 1, 1, 1, 0, 0, 1, 1, 0, 1, 1, 1, 0, 0])
@@ -50,7 +49,7 @@ def test_missing_anchors_become_dummies_at_the_end():
     assert not valid.any()
 
 
-def all_blocks(block_size=4):
+def all_blocks(block_size=4, first_slot=1):
     return build_blocks(
         torch.arange(100, 114),
         LOSS_MASK,
@@ -58,6 +57,7 @@ def all_blocks(block_size=4):
         POSITIONS,
         draw(6),
         block_size=block_size,
+        first_slot=first_slot,
         mask_token_id=7,
         loss_decay=2.0,
     )
@@ -71,6 +71,16 @@ def test_slot_j_predicts_the_token_j_rows_after_the_anchor():
         for j in range(4):
             if anchor + j < 14:
                 assert blocks.labels_NK[n, j] == 100 + anchor + j
+
+
+def test_shifted_slots_predict_the_tokens_that_in_place_ones_do_a_slot_earlier():
+    placed, shifted = all_blocks(block_size=5), all_blocks(block_size=4, first_slot=0)
+    assert torch.equal(shifted.token_ids_NK, placed.token_ids_NK[:, :4])
+    assert torch.equal(shifted.positions_NK, placed.positions_NK[:, :4])
+    assert torch.equal(shifted.weights_NK, placed.weights_NK[:, 1:])
+    weighted = shifted.weights_NK > 0
+    assert torch.equal(shifted.labels_NK[weighted], placed.labels_NK[:, 1:][weighted])
+    assert weighted[:5, 0].all()
 
 
 def test_a_block_is_supervised_up_to_the_first_gap_sample_border_or_end():
@@ -91,6 +101,11 @@ def test_a_gap_ends_the_block_even_when_supervised_rows_follow_it():
     assert LOSS_MASK[1 + 5] == 1
 
 
+def test_blocks_know_where_their_document_starts_and_dummies_have_none():
+    blocks = all_blocks()
+    assert blocks.starts_N.tolist() == [0, 0, 0, 8, 8, 13]
+
+
 def test_weights_decay_from_slot_one():
     weights = all_blocks().weights_NK[0].tolist()
     assert weights == pytest.approx([0, 1, math.exp(-0.5), 0])
@@ -102,48 +117,8 @@ def test_supervised_slots_are_listed_in_order():
     assert blocks.supervised_M.tolist() == expected
 
 
-def may_attend(attention, kind, window, anchor, document, j, key):
-    """The rule of one pair; key is ("row", i) or ("slot", same block, j')."""
-    sliding = kind == SLIDING
-    causal = sliding and attention in ("swa-causal", "mixed")
-    if key[0] == "row":
-        i = key[1]
-        inside = i < anchor and int(DOCUMENTS[i]) == document
-        return inside and (not sliding or anchor + j - i < window)
-    same, other = key[1], key[2]
-    return same and not (causal and other > j) and not (sliding and abs(j - other) >= window)
-
-
-@pytest.mark.parametrize("window", [1, 2, 3, 6])
-@pytest.mark.parametrize("attention", ATTENTION)
-def test_masks_equal_the_rule_pair_by_pair(attention, window):
-    shape, size = tiny_shape(attention=attention, sliding_window=window), 4
-    blocks = all_blocks(size)
-    masks = attention_masks(shape, blocks.anchors_N, blocks.documents_N, DOCUMENTS)
-    assert set(masks) == set(shape.layer_types)
-    for kind, mask in masks.items():
-        assert mask.shape == (1, 1, 24, 14 + 24)
-        for n, (anchor, document) in enumerate(
-            zip([*ELIGIBLE, 13], [0, 0, 0, 1, 1, -2], strict=True)
-        ):
-            for j in range(size):
-                keys = [("row", i) for i in range(14)]
-                keys += [("slot", n == m, k) for m in range(6) for k in range(size)]
-                expected = [
-                    may_attend(attention, kind, window, anchor, document, j, key) for key in keys
-                ]
-                assert mask[0, 0, n * size + j].tolist() == expected
-
-
-def test_dummy_blocks_see_themselves_and_no_context():
-    blocks = all_blocks()
-    mask = block_mask(blocks.anchors_N, blocks.documents_N, DOCUMENTS, 4, window=None, causal=False)
-    assert not mask[0, 0, 20:, :14].any()
-    assert mask[0, 0, 20:, -4:].all()
-
-
 def test_a_pack_without_a_supervised_pair_gives_only_dummies():
     blocks = make_blocks(make_pack([3, 2], 8), tiny_shape(), 4)
-    assert (blocks.documents_N == -2).all()
+    assert torch.equal(blocks.starts_N, blocks.anchors_N)
     assert blocks.weights_NK.sum() == 0
     assert len(blocks.supervised_M) == 0

@@ -15,8 +15,8 @@ from dflash_core.checkpoint import (
 from dflash_core.config import TrainConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset
+from dflash_core.optim import Optimizer
 from dflash_core.storage import Storage
-from dflash_core.train import make_optimizer
 from tests.drafters import tiny_drafter
 
 CONFIG = TrainConfig(num_steps=100, keep_checkpoints=2)
@@ -31,7 +31,7 @@ def run():
 def trained(seed=0):
     """A drafter one optimiser step from its start."""
     drafter = tiny_drafter(seed)
-    optimizer = make_optimizer(drafter, CONFIG)
+    optimizer = Optimizer(drafter, CONFIG)
     for parameter in drafter.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -49,7 +49,7 @@ def test_drafter_shape_and_optimizer_come_back_bit_for_bit(run):
     assert (step, shape) == (10, drafter.shape)
     assert loaded.state_dict().keys() == drafter.state_dict().keys()
     assert all(map(torch.equal, loaded.parameters(), drafter.parameters()))
-    fresh = make_optimizer(loaded, CONFIG)
+    fresh = Optimizer(loaded, CONFIG)
     restore_optimizer(run, 10, loaded, fresh)
     for ours, theirs in zip(drafter.parameters(), loaded.parameters(), strict=True):
         expected, found = optimizer.state[ours], fresh.state[theirs]

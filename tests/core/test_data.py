@@ -6,7 +6,13 @@ import time
 import pytest
 import torch
 
-from dflash_core.data import epoch_order, packs_of_step, read_ahead
+from dflash_core.data import (
+    epoch_order,
+    packs_of_step,
+    read_ahead,
+    reads,
+    visits,
+)
 from tests.drafters import make_pack
 
 
@@ -69,3 +75,24 @@ def test_leaving_early_stops_the_readers():
         next(packs)
     assert len(store.asked) <= 3
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 5])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+@pytest.mark.parametrize("again", [1, 2, 3])
+def test_a_pack_is_read_once_for_the_steps_in_a_row_that_visit_it(again, rank, size, start):
+    steps, packs_per_step, num_packs = range(start, 8), 3, 5
+    share = slice(rank, None, size)
+    order = list(reads(7, steps, packs_per_step, num_packs, again, share))
+    expected = [packs_of_step(7, step, packs_per_step, num_packs, again)[share] for step in steps]
+    held = len(expected[0])
+    visited = [index for index, _ in visits(((i, None) for i in order), steps, held, again)]
+    assert visited == [index for step in expected for index in step]
+    groups = {step // again for step in steps}
+    assert len(order) == len(groups) * held
+
+
+def test_steps_that_share_packs_go_through_an_epoch_more_slowly():
+    once = [packs_of_step(1, step, 2, 6) for step in range(3)]
+    twice = [packs_of_step(1, step, 2, 6, 2) for step in range(6)]
+    assert twice == [pack for pack in once for _ in range(2)]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from dflash_core import decode
-from dflash_core.blocks import attention_masks
+from dflash_core.attention import dense_mask
+from dflash_core.blocks import ranges_by_kind
 from dflash_core.config import DrafterConfig
 from dflash_core.decode import (
     BlockProposer,
@@ -181,9 +182,8 @@ def test_block_masks_match_an_enumeration(models, attention):
 def test_block_masks_are_those_of_training(models, attention):
     shape = make_drafter(models("qwen3"), attention).shape
     ours = decode.block_masks(shape, [9], CPU)
-    theirs = attention_masks(
-        shape, torch.tensor([9]), torch.tensor([0]), torch.zeros(9, dtype=torch.int64)
-    )
+    ranges = ranges_by_kind(shape, torch.tensor([9]), torch.tensor([0]))
+    theirs = {kind: dense_mask(seen, 9) for kind, seen in ranges.items()}
     assert all(torch.equal(ours[kind], theirs[kind]) for kind in ours | theirs)
 
 

@@ -1,11 +1,19 @@
 """The chunked frozen-head loss against the naive one, and the counts by enumeration."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from dflash_core import loss as loss_module
-from dflash_core.loss import weighted_loss
+from dflash_core.loss import (
+    DISTILLATIONS,
+    cross_entropy_,
+    dpace_weights,
+    fused_cross_entropy_,
+    weighted_loss,
+)
 from tests.drafters import make_blocks, make_pack, tiny_shape
 
 
@@ -20,7 +28,7 @@ def setup(num_anchors=6, lengths=(9, 7)):
 
 @pytest.mark.parametrize("elements", [1, 32 * 5, 2**26])
 def test_loss_and_gradient_equal_the_full_logits_computation(elements, monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", elements)
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", elements)
     blocks, hidden, head = setup()
     total, counts = weighted_loss(hidden, head, blocks)
     (total / counts.weight).backward()
@@ -34,6 +42,19 @@ def test_loss_and_gradient_equal_the_full_logits_computation(elements, monkeypat
     torch.testing.assert_close(hidden.grad, naive.grad)
 
 
+@pytest.mark.parametrize("function", [cross_entropy_, fused_cross_entropy_])
+def test_loss_and_slope_of_logits_far_apart_are_exact(function):
+    logits = torch.tensor([[300.0, -300.0, 0.0], [1e4, 1e4, -1e4], [-3.0, 1.0, 0.5]])
+    labels = torch.tensor([1, 0, 2])
+    naive = logits.double().requires_grad_()
+    expected = F.cross_entropy(naive, labels, reduction="none")
+    expected.sum().backward()
+    loss, correct = function(logits, labels)
+    torch.testing.assert_close(loss.double(), expected.detach())
+    torch.testing.assert_close(logits.double(), naive.grad)
+    assert correct.tolist() == [False, True, False]
+
+
 def test_gradient_passes_through_the_scale_of_the_sum():
     blocks, hidden, head = setup()
     gradients = [
@@ -44,17 +65,16 @@ def test_gradient_passes_through_the_scale_of_the_sum():
 
 
 def test_logits_of_all_slots_never_exist_at_once(monkeypatch):
-    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 32 * 3)
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 32 * 3)
     seen = []
-    original = torch.Tensor.logsumexp
+    original = loss_module.cross_entropy_
     monkeypatch.setattr(
-        torch.Tensor, "logsumexp", lambda x, dim: seen.append(x.shape) or original(x, dim)
+        loss_module, "cross_entropy_", lambda x, labels: seen.append(len(x)) or original(x, labels)
     )
     blocks, hidden, head = setup()
     weighted_loss(hidden, head, blocks)
     assert len(seen) > 1
-    assert max(shape[0] for shape in seen) <= 3
-    assert sum(shape[0] for shape in seen) == len(blocks.supervised_M)
+    assert set(seen) == {3}
 
 
 def test_slots_without_weight_never_reach_the_head():
@@ -92,13 +112,103 @@ def test_accuracy_and_acceptance_count_right_slots_and_unbroken_prefixes():
             correct[j] += int(right_NK[n, j])
             alive = alive and bool(right_NK[n, j])
             survived[j] += alive
-    assert counts.supervised_K.tolist() == supervised
-    assert counts.correct_K.tolist() == correct
-    assert counts.survived_K.tolist() == survived
+    assert counts.supervised_P.tolist() == supervised[1:]
+    assert counts.correct_P.tolist() == correct[1:]
+    assert counts.survived_P.tolist() == survived[1:]
     assert counts.accuracy() == pytest.approx(
         [c / s for c, s in zip(correct[1:], supervised[1:], strict=True)]
     )
     assert counts.acceptance_length() == pytest.approx(1 + sum(survived) / supervised[1])
     double = counts + counts
-    assert double.survived_K.tolist() == [2 * value for value in survived]
+    assert double.survived_P.tolist() == [2 * value for value in survived[1:]]
     assert double.acceptance_length() == pytest.approx(counts.acceptance_length())
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_dpace_weights_are_the_sums_of_survival_products(alpha):
+    generator = torch.Generator().manual_seed(0)
+    loss = torch.rand(3, 5, generator=generator) * 3
+    supervised = torch.tensor([[0, 1, 1, 1, 1], [0, 1, 1, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    weights = dpace_weights(loss, supervised, alpha)
+    for n, row in enumerate(supervised.tolist()):
+        slots = [j for j, valid in enumerate(row) if valid]
+        confidence = {j: (1 - alpha) * math.exp(-loss[n, j]) + alpha for j in slots}
+        for j in range(5):
+            expected = sum(
+                math.prod(confidence[i] for i in slots if i <= m) for m in slots if m >= j
+            )
+            assert weights[n, j] == pytest.approx(expected if j in slots else 0, rel=1e-5)
+
+
+def test_dpace_follows_the_gradient_of_the_expected_acceptance_length():
+    # With alpha = 0 a weight is d E[accepted] / d log q of its slot: the surrogate's gradient.
+    logits = torch.randn(2, 4, requires_grad=True, generator=torch.Generator().manual_seed(1))
+    log_q = torch.nn.functional.logsigmoid(logits)
+    accepted = log_q.exp()[:, 1:].cumprod(dim=1).sum()
+    (expected,) = torch.autograd.grad(accepted, log_q)
+    supervised = torch.tensor([False, True, True, True]).expand(2, 4)
+    torch.testing.assert_close(dpace_weights(-log_q, supervised, 0.0), expected)
+
+
+def test_dpace_loss_and_its_denominator_take_weights_from_the_losses_of_the_block():
+    blocks, hidden, head = setup()
+    total, counts = weighted_loss(hidden, head, blocks, dpace_alpha=0.5)
+    logits = (hidden @ head.T).flatten(0, 1)
+    ce = F.cross_entropy(logits, blocks.labels_NK.flatten(), reduction="none").view(6, 4)
+    weights = dpace_weights(ce, blocks.weights_NK > 0, 0.5)
+    torch.testing.assert_close(total, (weights * ce).sum())
+    torch.testing.assert_close(counts.weight, weights.sum())
+    (found,) = torch.autograd.grad(total, hidden, retain_graph=True)
+    (expected,) = torch.autograd.grad((weights * ce).sum(), hidden)
+    torch.testing.assert_close(found, expected)
+
+
+def naive_distillation(kind, logits, teacher):
+    q, p = logits.softmax(-1), teacher.softmax(-1)
+    kl = (p * (p.log() - q.log())).sum(-1)
+    if kind == "kl":
+        return kl
+    overlap = torch.minimum(p, q).sum(-1)
+    weight = (-3 * overlap).exp().detach()
+    return weight * kl + (1 - weight) * (1 - overlap)
+
+
+@pytest.mark.parametrize("kind", DISTILLATIONS)
+def test_distillation_and_its_slope_are_those_of_autograd(kind):
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(5, 40, generator=generator) * 3 for _ in range(2))
+    teacher[0] = logits[0]  # equal distributions: no loss, no slope
+    labels = torch.cat((logits[:2].argmax(-1), logits[2:].argmin(-1)))
+    naive = logits.double().requires_grad_()
+    expected = naive_distillation(kind, naive, teacher.double())
+    expected.sum().backward()
+    loss, correct = DISTILLATIONS[kind](logits, labels, teacher)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(logits.double(), naive.grad, atol=1e-6, rtol=1e-5)
+    assert correct.tolist() == [True, True, False, False, False]
+    assert loss[0] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("kind", DISTILLATIONS)
+def test_the_teacher_of_a_slot_is_the_row_before_its_label(kind, first_slot, monkeypatch):
+    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 32 * 4)
+    shape = tiny_shape(layout="shifted" if first_slot == 0 else "in-place")
+    blocks = make_blocks(make_pack([9, 7], 18), shape, 6)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(6, 4, 16, generator=generator, requires_grad=True)
+    head = torch.randn(32, 16, generator=generator)
+    teacher = torch.randn(18, 16, generator=generator)
+    total, _ = weighted_loss(
+        hidden, head, blocks, first_slot=first_slot, kind=kind, teacher_TH=teacher
+    )
+    expected = torch.zeros(())
+    for n, anchor in enumerate(blocks.anchors_N.tolist()):
+        for j in range(4):
+            if blocks.weights_NK[n, j] > 0:
+                row = anchor + j - first_slot
+                loss = naive_distillation(kind, hidden[n, j] @ head.T, teacher[row] @ head.T)
+                expected = expected + blocks.weights_NK[n, j] * loss
+    torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
+    ours, theirs = (torch.autograd.grad(value, hidden)[0] for value in (total, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dflash_core.blocks import attention_masks, build_blocks
+from dflash_core.attention import dense_mask
+from dflash_core.blocks import build_blocks, ranges_by_kind
 from dflash_core.loss import weighted_loss
-from tests.drafters import make_pack, random_taps, tiny_drafter
+from tests.drafters import make_pack, qwen3_config, random_taps, tiny_drafter
 
 pytestmark = pytest.mark.peers
 
@@ -25,24 +26,9 @@ def their_drafter(ours):
     pytest.importorskip("speculators", reason="speculators is not installed")
     from speculators.models.dflash.config import DFlashSpeculatorConfig
     from speculators.models.dflash.core import DFlashDraftModel
-    from transformers import Qwen3Config
 
     shape = ours.shape
-    layer = Qwen3Config(
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        intermediate_size=shape.intermediate_size,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
-        head_dim=shape.head_dim,
-        rms_norm_eps=shape.rms_norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        vocab_size=shape.vocab_size,
-        layer_types=list(shape.layer_types),
-        sliding_window=shape.sliding_window,
-        use_sliding_window=True,
-        attn_implementation="eager",
-    )
+    layer = qwen3_config(shape, attn_implementation="eager")
     config = DFlashSpeculatorConfig(
         transformer_layer_config=layer,
         draft_vocab_size=shape.vocab_size,
@@ -88,13 +74,15 @@ def test_hidden_states_loss_accuracy_and_acceptance_equal_those_of_speculators(
         positions,
         anchors,
         block_size=shape.block_size,
+        first_slot=shape.first_slot,
         mask_token_id=shape.mask_token_id,
         loss_decay=4.0,
     )
     assert (blocks.weights_NK[:, 1:] > 0).all()
     embedding, head = theirs.embed_tokens.weight, theirs.lm_head.weight
     context = ours.project_context(taps.flatten(1)[None], positions[None])
-    masks = attention_masks(shape, blocks.anchors_N, blocks.documents_N, documents)
+    ranges = ranges_by_kind(shape, blocks.anchors_N, blocks.starts_N)
+    masks = {kind: dense_mask(seen, len(taps)) for kind, seen in ranges.items()}
     embeds = embedding[blocks.token_ids_NK.flatten()][None]
     hidden = ours(embeds, blocks.positions_NK.flatten()[None], context, masks)
     total, counts = weighted_loss(hidden.view(len(ANCHORS), -1, shape.hidden_size), head, blocks)
@@ -120,7 +108,7 @@ def test_hidden_states_loss_accuracy_and_acceptance_equal_those_of_speculators(
         loss_config=resolve_loss_config("ce", "eager"),
     )
     # They divide by the number of supervised slots, we by the sum of the weights.
-    assert total.item() == pytest.approx(loss.item() * mask.sum().item(), rel=1e-5)
+    assert total.item() == pytest.approx(loss.item() * mask.sum().item(), rel=1e-6)
     accuracy = [
         (metrics[f"position_{j}_acc_sum"] / metrics[f"position_{j}_acc_total"]).item()
         for j in range(1, shape.block_size)

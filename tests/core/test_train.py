@@ -7,33 +7,39 @@ import numpy as np
 import pytest
 import torch
 
+from dflash_core import export
 from dflash_core.checkpoint import (
     load_drafter,
     read_metrics,
     readable_steps,
     restore_optimizer,
 )
-from dflash_core.config import DrafterConfig, ExtractConfig, Runtime, TrainConfig
+from dflash_core.config import DrafterConfig, ExportConfig, ExtractConfig, Runtime, TrainConfig
 from dflash_core.data import packs_of_step
 from dflash_core.errors import DFlashError, IncompleteError, InputError, MismatchError
 from dflash_core.hidden_states import create_store, pack_unit, write_pack
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
+from dflash_core.optim import Optimizer
 from dflash_core.storage import Storage
-from dflash_core.target import identify
+from dflash_core.target import identify, load_causal_lm
 from dflash_core.train import (
+    PICTURE,
     Trainer,
+    _teacher_norm,
+    _warn_if_apart,
     anchor_generator,
-    learning_rate,
-    make_optimizer,
     missing,
     plan,
     run,
     seal,
     units,
 )
+from dflash_core.training_log import flat_numbers
 from tests import targets
+from tests.core.test_model import run_drafter
 from tests.drafters import make_blocks, make_pack, random_taps, tiny_drafter, tiny_shape
+from tests.runs import make_row, question, sealed_corpus
 
 CLOCKS = {"tokens_per_s", "wait_s"}
 CPU = Runtime(device="cpu", prefetch_packs=2)
@@ -116,28 +122,6 @@ def test_a_nan_stops_before_the_weights_change_and_names_step_and_packs():
     assert all(map(torch.equal, trainer.drafter.parameters(), before))
 
 
-def test_matrices_decay_and_norms_do_not():
-    drafter = tiny_drafter()
-    optimizer = make_optimizer(drafter, TrainConfig(weight_decay=0.5))
-    decay = {
-        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
-    }
-    for name, parameter in drafter.named_parameters():
-        assert decay[id(parameter)] == (0.0 if "norm" in name else 0.5)
-
-
-def test_learning_rate_rises_to_its_peak_and_falls_to_zero():
-    config = TrainConfig(num_steps=100, warmup_fraction=0.1, learning_rate=1.0)
-    rates = [learning_rate(step, config) for step in range(101)]
-    assert rates[0] == pytest.approx(0.1)
-    assert rates[9] == rates[10] == max(rates) == 1
-    assert rates[55] == pytest.approx(0.5)
-    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
-    assert rates[100] == pytest.approx(0)
-    constant = TrainConfig(num_steps=1, warmup_fraction=1.0, learning_rate=1.0)
-    assert learning_rate(0, constant) == 1
-
-
 def test_anchors_of_a_visit_are_the_same_whenever_asked_and_differ_between_visits():
     def draw(*visit):
         return torch.rand(1, generator=anchor_generator(*visit)).item()
@@ -147,15 +131,26 @@ def test_anchors_of_a_visit_are_the_same_whenever_asked_and_differ_between_visit
     assert draw(3, 2, 1) == draw(3, 2, 1)
 
 
-def test_a_tiny_drafter_learns_a_few_samples_by_heart():
+@pytest.mark.parametrize(
+    ("layout", "slot_weights", "optimizer"),
+    [("in-place", "decay", "adamw"), ("shifted", "dpace", "adamw"), ("in-place", "dpace", "muon")],
+)
+def test_a_tiny_drafter_learns_a_few_samples_by_heart(layout, slot_weights, optimizer):
     shape = tiny_shape(
-        hidden_size=32, intermediate_size=64, head_dim=8, block_size=5, rope_theta=1e4
+        hidden_size=32,
+        intermediate_size=64,
+        head_dim=8,
+        block_size=5 if layout == "in-place" else 4,
+        rope_theta=1e4,
+        layout=layout,
     )
     trainer = make_trainer(
         Drafter(shape, torch.Generator().manual_seed(0)),
         num_steps=150,
         learning_rate=1e-2,
         anchors_per_pack=32,
+        slot_weights=slot_weights,
+        optimizer=optimizer,
     )
     packs = [make_pack([24, 24], 48, index=index) for index in range(2)]
     stream = itertools.cycle([(pack, random_taps(pack, shape)) for pack in packs])
@@ -190,8 +185,12 @@ CONFIG = TrainConfig(
 TAPS = [0, 1, 3]
 
 
-def make_hidden(root, target, *, broken=None, hidden_size=32, taps=TAPS):
-    """A sealed store of three packs of two samples with random states; those of `broken` are NaN."""
+def make_hidden(root, target, *, broken=None, silent=None, hidden_size=32, last=False):
+    """A sealed store of three packs of two samples with random states.
+
+    Those of pack `broken` are NaN, and pack `silent` has no supervised token.
+    """
+    taps = TAPS
     lengths, pack_tokens = [10, 6], 16
     tokens = types.SimpleNamespace(
         num_packs=3,
@@ -200,14 +199,15 @@ def make_hidden(root, target, *, broken=None, hidden_size=32, taps=TAPS):
         pack=np.repeat(np.arange(3), 2),
         row=np.tile([0, 10], 3),
     )
-    config = ExtractConfig(target_layer_ids=taps, chunk_rows=8)
-    inputs = {"tokens": str(broken)}
+    config = ExtractConfig(target_layer_ids=taps, chunk_rows=8, last=last)
+    inputs = {"tokens": f"{broken} {silent}"}
     hidden = Dataset.create(root, "hidden", "demo", version=1, config=config, inputs=inputs)
     contract = {**identify(target).contract(), "target_layer_ids": taps}
-    layout = create_store(hidden, tokens, len(taps), hidden_size, contract, config)  # ty: ignore[invalid-argument-type]
-    shape = tiny_shape(hidden_size=hidden_size, target_layer_ids=tuple(taps))
+    num_taps = len(taps) + last
+    layout = create_store(hidden, tokens, num_taps, hidden_size, contract, config)  # ty: ignore[invalid-argument-type]
+    shape = tiny_shape(hidden_size=hidden_size, target_layer_ids=tuple(range(num_taps)))
     for index in range(3):
-        pack = make_pack(lengths, pack_tokens, index=index)
+        pack = make_pack(lengths, pack_tokens, index=index, prompt=10 if index == silent else 2)
         taps_TLH = random_taps(pack, shape)
         if index == broken:
             taps_TLH[3] = float("nan")
@@ -228,6 +228,139 @@ def train(root, hidden, target, *, interrupt_after=None, name="demo"):
     dataset = plan(root, name, hidden, target, CONFIG)
     run(dataset, hidden, target, CPU, progress)
     return dataset
+
+
+def test_a_run_starts_from_the_drafter_of_another_with_more_layers(root, target):
+    hidden = make_hidden(root, target)
+    first = train(root, hidden, target)
+    drafter = CONFIG.drafter.model_copy(update={"num_hidden_layers": 3})
+    config = CONFIG.model_copy(update={"drafter": drafter, "warm_start": first.path})
+    second = plan(root, "demo", hidden, target, config)
+    assert second.request["inputs"]["warm_start"] == f"{first.fingerprint}/5"
+    run(second, hidden, target, CPU)
+    start, shape, _ = load_drafter(second, 0)
+    trained, old_shape, _ = load_drafter(first)
+    pack = make_pack([10, 6], 16)
+    taps, blocks = random_taps(pack, shape), make_blocks(pack, shape, 6)
+    outs = [
+        run_drafter(model, pack, taps.float(), blocks, torch.ones(272, 32)).detach()
+        for model in (start, trained)
+    ]
+    assert shape.num_hidden_layers == 3 > old_shape.num_hidden_layers
+    torch.testing.assert_close(*outs)
+    assert not torch.equal(load_drafter(second)[0].fc.weight, start.fc.weight)
+
+
+def test_a_run_starts_from_an_exported_drafter(root, target, tmp_path):
+    hidden = make_hidden(root, target)
+    first = train(root, hidden, target)
+    seal(first, hidden)
+    exported = export.plan(root, "demo", first, target, ExportConfig())
+    export.run(exported, first, target)
+    copy_folder(exported.storage.child("z-lab"), tmp_path)
+    config = CONFIG.model_copy(update={"warm_start": str(tmp_path)})
+    second = plan(root, "demo", hidden, target, config)
+    run(second, hidden, target, CPU)
+    for start, end in zip(
+        load_drafter(second, 0)[0].parameters(), load_drafter(first)[0].parameters(), strict=True
+    ):
+        assert torch.equal(start, end.bfloat16().float())
+
+
+def copy_folder(storage, folder):
+    for info in storage.list(""):
+        (folder / info.key).write_bytes(storage.get(info.key))
+
+
+def test_a_drafter_that_does_not_fit_is_no_start(root, target):
+    hidden = make_hidden(root, target)
+    first = train(root, hidden, target)
+    drafter = CONFIG.drafter.model_copy(update={"head_dim": 16})
+    config = CONFIG.model_copy(update={"drafter": drafter, "warm_start": first.path})
+    with pytest.raises(
+        InputError, match=r"q_proj.weight of shape \[32, 32\], this drafter \[64, 32\]"
+    ):
+        plan(root, "demo", hidden, target, config)
+
+
+def test_checks_on_held_out_prompts_are_noted_and_warn_when_they_part(root, target, caplog):
+    hidden = make_hidden(root, target)
+    corpus = sealed_corpus(root, [make_row(question(index)) for index in range(3)])
+    config = CONFIG.model_copy(update={"check_every": 2, "check_prompts": 2, "check_new_tokens": 8})
+    dataset = plan(root, "demo", hidden, target, config)
+    with pytest.raises(InputError, match="check_every is 2 and there is no corpus"):
+        run(dataset, hidden, target, CPU)
+    run(dataset, hidden, target, CPU, corpus=corpus)
+    checked = [e["step"] for e in read_metrics(dataset) if "held_out_acceptance_length" in e]
+    assert checked == [2, 4]
+    plain = train(root, hidden, target, name="plain")
+    assert torch.equal(load_drafter(plain)[0].fc.weight, load_drafter(dataset)[0].fc.weight)
+    _warn_if_apart({"step": 7, "acceptance_length": 3.0, "held_out_simulated": 1.9})
+    assert "step 7: simulated acceptance length is 3.00 on training text and 1.90" in caplog.text
+    caplog.clear()
+    _warn_if_apart({"step": 7, "acceptance_length": 3.0, "held_out_simulated": 2.1})
+    _warn_if_apart({"step": 7, "acceptance_length": 1.4, "held_out_simulated": 1.0})
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_the_targets_distribution_is_learnt_from_its_stored_last_state(root, target, loss):
+    hidden = make_hidden(root, target, last=True)
+    config = CONFIG.model_copy(update={"loss": loss, "num_steps": 60})
+    dataset = plan(root, "demo", hidden, target, config)
+    run(dataset, hidden, target, CPU)
+    losses = [entry["loss"] for entry in read_metrics(dataset)]
+    assert all(value > 0 for value in losses)
+    assert np.mean(losses[-6:]) < 0.7 * np.mean(losses[:6])
+    ordinary = make_hidden(root, target)
+    with pytest.raises(InputError, match=r"extract\.last"):
+        plan(root, "demo", ordinary, target, config)
+    plain = plan(root, "demo", hidden, target, CONFIG)  # the last tap is no context of a drafter
+    run(plain, hidden, target, CPU)
+    assert load_drafter(plain)[1] == load_drafter(dataset)[1]
+
+
+@pytest.mark.parametrize("family", [targets.qwen3, targets.qwen3_5_text])
+def test_the_teachers_norm_is_that_of_the_target(family, tmp_path):
+    config = family(tmp_path)
+    model = load_causal_lm(config, torch.device("cpu"))
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(-0.5, 0.5)
+    states = torch.randn(7, model.config.get_text_config().hidden_size)
+    model.save_pretrained(tmp_path)
+    norm = _teacher_norm(config, torch.device("cpu"))
+    torch.testing.assert_close(norm(states), model.model.norm(states))
+
+
+def test_dpace_needs_likelihoods():
+    with pytest.raises(InputError, match="slot_weights dpace weighs likelihoods and loss is 'kl'"):
+        make_trainer(tiny_drafter(), slot_weights="dpace", loss="kl")
+
+
+def test_weights_that_a_step_does_not_move_in_bfloat16_are_counted():
+    trainer = make_trainer(tiny_drafter())
+    assert trainer.unchanged_weights() == 1
+    with torch.no_grad():
+        for parameter in trainer.drafter.parameters():
+            parameter.mul_(1 + 2**-12)  # less than bfloat16 can hold, for most
+        trainer.drafter.fc.weight.mul_(2)
+    total = sum(parameter.numel() for parameter in trainer.drafter.parameters())
+    moved = trainer.drafter.fc.weight.numel()
+    assert (total - moved) * 0.85 < trainer.unchanged_weights() * total < total - moved
+    assert trainer.unchanged_weights() == 1
+
+
+def test_numbers_go_to_tensorboard_and_a_picture(root, target, tmp_path):
+    pytest.importorskip("tensorboard")
+    hidden = make_hidden(root, target)
+    dataset = plan(root, "demo", hidden, target, CONFIG)
+    run(dataset, hidden, target, CPU.model_copy(update={"tensorboard_folder": str(tmp_path)}))
+    seal(dataset, hidden)
+    assert list((tmp_path / dataset.path).glob("events.*"))
+    assert dataset.storage.get(PICTURE).startswith(b"\x89PNG")
+    numbers = flat_numbers(read_metrics(dataset)[0])
+    assert {"loss", "grad_norm", "accuracy/1", "accuracy/3"} <= numbers.keys()
+    assert "packs" not in numbers
 
 
 def without_clocks(entries):
@@ -264,7 +397,7 @@ def test_an_interrupted_run_ends_with_the_bits_of_an_unbroken_one(root, target, 
     for step in (0, 2, 4, 5):
         ours, theirs = load_drafter(whole, step)[0], load_drafter(cut, step)[0]
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-        optimizers = [make_optimizer(drafter, CONFIG) for drafter in (ours, theirs)]
+        optimizers = [Optimizer(drafter, CONFIG) for drafter in (ours, theirs)]
         restore_optimizer(whole, step, ours, optimizers[0])
         restore_optimizer(cut, step, theirs, optimizers[1])
         for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):

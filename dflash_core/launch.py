@@ -1,0 +1,125 @@
+"""Training in several processes of one machine: torchrun as a child, one process for each GPU.
+
+The child finds everything in the root, like any run: one that died is started again and goes on from
+its newest checkpoint. What it has to say comes as lines of JSON on its output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from dflash_core import errors, train
+from dflash_core.config import Runtime, TargetConfig
+from dflash_core.errors import DFlashError
+from dflash_core.manifest import Dataset
+from dflash_core.progress import Progress, silent
+from dflash_core.storage import Storage
+
+_MARK = "dflash-train: "  # of the lines that are for us, among those of libraries
+_LAST_LINES = 20  # of a child's output, in the error when it dies
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    dataset: Dataset,
+    hidden: Dataset,
+    target: TargetConfig,
+    runtime: Runtime,
+    progress: Progress | None = None,
+    corpus: Dataset | None = None,
+) -> None:
+    """`train.run`, in this process or in `runtime.train_processes` of them.
+
+    Raises:
+        DFlashError: as in `train.run`.
+        RuntimeError: a process died; holds the last lines it wrote.
+    """
+    if runtime.train_processes == 1:
+        train.run(dataset, hidden, target, runtime, progress, corpus)
+        return
+    request = {
+        "root": dataset.root.url,
+        "dataset": dataset.path,
+        "hidden": hidden.path,
+        "corpus": corpus.path if corpus else "",
+        "target": target.model_dump(mode="json"),
+        "runtime": runtime.model_dump(mode="json"),
+    }
+    with tempfile.TemporaryDirectory(prefix="dflash-train-") as folder:
+        path = Path(folder) / "request.json"
+        path.write_text(json.dumps(request))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(runtime.train_processes), "-m", __name__, str(path)]
+        _follow(command, progress or silent)
+
+
+def _follow(command: list[str], progress: Progress) -> None:
+    last: deque[str] = deque(maxlen=_LAST_LINES)
+    failure: DFlashError | None = None
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    )
+    try:
+        assert child.stdout is not None
+        for line in _lines(child.stdout):
+            if not line.startswith(_MARK):
+                last.append(line)
+                continue
+            message = json.loads(line.removeprefix(_MARK))
+            if "error" in message:
+                failure = getattr(errors, message["error"])(message["text"])
+            else:
+                progress(message["done"], message["total"], message["numbers"])
+        code = child.wait()
+    finally:
+        if child.poll() is None:  # we are being stopped: torchrun stops its processes
+            child.terminate()
+            child.wait()
+    if failure is not None:
+        raise failure
+    if code:
+        raise RuntimeError(f"training in processes ended with {code}:\n" + "\n".join(last))
+
+
+def _lines(output: IO[str]) -> Iterator[str]:
+    for line in output:
+        yield line.rstrip("\n")
+
+
+def _say(message: dict) -> None:
+    print(_MARK + json.dumps(message), flush=True)
+
+
+def main() -> None:
+    """One rank; the first one reports."""
+    request = json.loads(Path(sys.argv[1]).read_text())
+    root = Storage.from_url(request["root"])
+
+    def progress(done: int, total: int, numbers: dict[str, float]) -> None:
+        _say({"done": done, "total": total, "numbers": numbers})
+
+    try:
+        train.run(
+            Dataset.open(root, request["dataset"]),
+            Dataset.open(root, request["hidden"]),
+            TargetConfig.model_validate(request["target"]),
+            Runtime.model_validate(request["runtime"]),
+            progress,
+            Dataset.open(root, request["corpus"]) if request["corpus"] else None,
+        )
+    except DFlashError as error:
+        _say({"error": type(error).__name__, "text": str(error)})
+        raise
+
+
+if __name__ == "__main__":
+    main()

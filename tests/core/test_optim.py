@@ -1,0 +1,165 @@
+"""The optimiser against torch's own, its bfloat16 copies, and the schedules."""
+
+import itertools
+
+import pytest
+import torch
+
+from dflash_core import optim
+from dflash_core.config import TrainConfig
+from dflash_core.optim import Optimizer, adamw_, bfloat16_copy, learning_rate, orthogonal
+from tests.drafters import tiny_drafter
+
+
+def set_gradients(*drafters, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameters in zip(*(drafter.parameters() for drafter in drafters), strict=True):
+        gradient = torch.randn(parameters[0].shape, generator=generator)
+        for parameter in parameters:
+            parameter.grad = gradient.to(parameter.dtype, copy=True)
+
+
+def step_of(drafter, optimizer, *, steps=3, scale=0.5, rate=0.1):
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    for seed in range(steps):
+        set_gradients(drafter, seed=seed)
+        optimizer.step(scale)
+
+
+def test_adamw_is_that_of_torch_with_scaled_gradients():
+    config = TrainConfig(weight_decay=0.3)
+    ours, theirs = tiny_drafter(), tiny_drafter()
+    matrices = [p for p in theirs.parameters() if p.ndim == 2]
+    norms = [p for p in theirs.parameters() if p.ndim == 1]
+    groups = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.95), weight_decay=0.3)
+    step_of(ours, Optimizer(ours, config))
+    for seed in range(3):
+        set_gradients(theirs, seed=seed)
+        for parameter in theirs.parameters():
+            parameter.grad *= 0.5
+        reference.step()
+    for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(first, second, atol=1e-6, rtol=1e-5)
+        assert first.grad is None
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    monkeypatch.setattr(optim, "_compiled_adamw_", adamw_)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_copies_follow_the_float32_weights_and_give_their_gradients(kind, uncompiled):
+    config = TrainConfig(weight_decay=0.3, optimizer=kind)
+    plain, master = tiny_drafter(), tiny_drafter()
+    compute = bfloat16_copy(master)
+    plain_optimizer = Optimizer(plain, config)
+    optimizer = Optimizer(master, config, compute)
+    for seed in range(3):
+        set_gradients(compute, seed=seed)
+        for mine, copied in zip(plain.parameters(), compute.parameters(), strict=True):
+            mine.grad = copied.grad.to(torch.float32, copy=True)
+        optimizer.step(0.5)
+        plain_optimizer.step(0.5)
+    for mine, weight, copied in zip(
+        plain.parameters(), master.parameters(), compute.parameters(), strict=True
+    ):
+        assert weight.dtype == torch.float32
+        torch.testing.assert_close(weight, mine, atol=1e-6, rtol=1e-5)
+        assert copied.dtype == (torch.bfloat16 if weight.ndim == 2 else torch.float32)
+        assert torch.equal(copied, weight.to(copied.dtype))
+        assert optimizer.state[weight].keys() == plain_optimizer.state[mine].keys()
+        for name, value in optimizer.state[weight].items():
+            torch.testing.assert_close(value, plain_optimizer.state[mine][name])
+
+
+def test_steps_smaller_than_bfloat16_can_hold_add_up(uncompiled):
+    master = tiny_drafter()
+    compute = bfloat16_copy(master)
+    optimizer = Optimizer(master, TrainConfig(weight_decay=0.0), compute)
+    with torch.no_grad():
+        master.fc.weight.fill_(1)
+        compute.fc.weight.fill_(1)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-4  # a bfloat16 below 1 is 1/256 away
+    for _ in range(100):
+        for parameter in compute.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    moved = torch.full_like(master.fc.weight, 1 - 100 * 1e-4)
+    torch.testing.assert_close(master.fc.weight, moved, atol=1e-5, rtol=0)
+    torch.testing.assert_close(compute.fc.weight.float(), moved, atol=2**-8, rtol=0)
+
+
+def test_gradients_of_several_packs_are_added_in_float32():
+    master = tiny_drafter()
+    compute = bfloat16_copy(master)
+    optimizer = Optimizer(master, TrainConfig(), compute)
+    for value in (256.0, 1.0, 1.0):  # 257 is no bfloat16
+        for parameter in compute.parameters():
+            if parameter.ndim == 2:  # autograd itself adds the others, which are shared
+                parameter.grad = torch.full_like(parameter, value)
+        for parameter in master.parameters():
+            optimizer.accumulate(parameter)
+    for parameter in master.parameters():
+        if parameter.ndim == 2:
+            assert (parameter.grad == 258).all()
+
+
+def test_muon_is_that_of_torch():
+    matrix = torch.randn(12, 20, generator=torch.Generator().manual_seed(0))
+    drafter = tiny_drafter()
+    optimizer = Optimizer(drafter, TrainConfig(optimizer="muon", weight_decay=0.3))
+    weight = drafter.layers[0].mlp.gate_proj.weight
+    start = weight.detach().clone()
+    theirs = torch.nn.Parameter(start.clone())
+    reference = torch.optim.Muon(
+        [theirs], lr=0.1, weight_decay=0.3, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    )
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for seed in range(3):
+        set_gradients(drafter, seed=seed)
+        theirs.grad = weight.grad.clone()
+        optimizer.step()
+        reference.step()
+    # Theirs turns in bfloat16.
+    assert (weight - theirs).norm() < 0.02 * (theirs - start).norm()
+    values = torch.linalg.svdvals(orthogonal(matrix))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_matrices_decay_and_norms_do_not():
+    drafter = tiny_drafter()
+    optimizer = Optimizer(drafter, TrainConfig(weight_decay=0.5))
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
+    for name, parameter in drafter.named_parameters():
+        assert decay[id(parameter)] == (0.0 if "norm" in name else 0.5)
+
+
+def test_learning_rate_rises_to_its_peak_and_falls_to_zero():
+    config = TrainConfig(num_steps=100, warmup_fraction=0.1, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == max(rates) == 1
+    assert rates[55] == pytest.approx(0.5)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert rates[100] == pytest.approx(0)
+    constant = TrainConfig(num_steps=1, warmup_fraction=1.0, learning_rate=1.0)
+    assert learning_rate(0, constant) == 1
+
+
+def test_wsd_stays_at_its_peak_until_the_last_part():
+    config = TrainConfig(
+        num_steps=100, warmup_fraction=0.1, learning_rate=1.0, schedule="wsd", decay_fraction=0.2
+    )
+    rates = [learning_rate(step, config) for step in range(101)]
+    assert rates[9:81] == [1.0] * 72
+    assert rates[90] == pytest.approx(0.5)
+    assert all(a > b for a, b in itertools.pairwise(rates[80:]))
+    assert rates[100] == pytest.approx(0)

@@ -1,0 +1,105 @@
+"""Two processes on a CPU train what one does, and go on after a kill with the same bits."""
+
+import pytest
+import torch
+
+from dflash_core import launch
+from dflash_core.checkpoint import load_drafter, read_metrics, restore_optimizer
+from dflash_core.config import Runtime, TrainConfig
+from dflash_core.errors import DFlashError, InputError
+from dflash_core.optim import Optimizer
+from dflash_core.ranks import Ranks
+from dflash_core.storage import Storage
+from dflash_core.train import Trainer, plan
+from tests import targets
+from tests.core.test_train import CONFIG, make_hidden, without_clocks
+from tests.drafters import tiny_drafter
+
+LAST = CONFIG.num_steps
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return targets.qwen3(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return Storage.from_url(tmp_path_factory.mktemp("root").as_uri())
+
+
+@pytest.fixture(scope="module")
+def hidden(root, target):
+    return make_hidden(root, target)
+
+
+def train(root, hidden, target, name, processes, sharding="replicate", *, stop_after=None):
+    def progress(done, total, numbers):
+        assert total == LAST
+        if done == stop_after:
+            raise KeyboardInterrupt
+
+    dataset = plan(root, name, hidden, target, CONFIG)
+    runtime = Runtime(device="cpu", train_processes=processes, sharding=sharding)
+    launch.run(dataset, hidden, target, runtime, progress)
+    return dataset
+
+
+def weights(run, step=LAST):
+    return torch.cat([p.detach().flatten() for p in load_drafter(run, step)[0].parameters()])
+
+
+def moments(run, step=LAST):
+    drafter = load_drafter(run, step)[0]
+    optimizer = Optimizer(drafter, CONFIG)
+    restore_optimizer(run, step, drafter, optimizer)
+    return torch.cat([optimizer.state[p]["exp_avg_sq"].flatten() for p in drafter.parameters()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["replicate", "shard"])
+def test_two_ranks_train_as_one_and_resume_to_the_bit(root, hidden, target, sharding):
+    one = train(root, hidden, target, "one", 1)
+    two = train(root, hidden, target, f"two-{sharding}", 2, sharding)
+    torch.testing.assert_close(weights(two), weights(one), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(moments(two), moments(one), atol=1e-9, rtol=1e-4)
+    for mine, theirs in zip(read_metrics(two), read_metrics(one), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in ("loss", "grad_norm", "acceptance_length", "accuracy"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-5)
+        assert mine["packs"] == theirs["packs"]
+    with pytest.raises(KeyboardInterrupt):
+        train(root, hidden, target, f"cut-{sharding}", 2, sharding, stop_after=3)
+    cut = train(root, hidden, target, f"cut-{sharding}", 2, sharding)
+    assert torch.equal(weights(cut), weights(two))
+    assert torch.equal(moments(cut), moments(two))
+    assert without_clocks(read_metrics(cut)) == without_clocks(read_metrics(two))
+
+
+@pytest.mark.slow
+def test_a_rank_without_anchors_does_not_hang_the_other_and_a_nan_stops_both(root, target):
+    sparse = make_hidden(root, target, silent=1)
+    one = train(root, sparse, target, "sparse-one", 1)
+    two = train(root, sparse, target, "sparse-two", 2)
+    torch.testing.assert_close(weights(two), weights(one), atol=1e-6, rtol=1e-5)
+    broken = make_hidden(root, target, broken=1)
+    with pytest.raises(DFlashError, match=r"loss is nan and gradient norm nan on packs"):
+        train(root, broken, target, "broken", 2)
+
+
+def test_a_step_needs_a_pack_for_every_rank():
+    embedding = torch.randn(32, 16)
+    with pytest.raises(InputError, match=r"packs_per_step is 1 and there are 2 processes"):
+        Trainer(tiny_drafter(), embedding, embedding, TrainConfig(), ranks=Ranks(1, 2))
+    muon = TrainConfig(optimizer="muon", packs_per_step=2)
+    with pytest.raises(InputError, match="Muon steps whole matrices"):
+        Trainer(tiny_drafter(), embedding, embedding, muon, ranks=Ranks(1, 2), sharded=True)
+
+
+def test_a_child_that_dies_is_reported_with_its_last_lines(root, hidden, target):
+    dataset = plan(root, "gone", hidden, target, CONFIG)
+    gone = hidden.__class__(root, "hidden/gone-000000000000", hidden.request)
+    runtime = Runtime(device="cpu", train_processes=2)
+    with pytest.raises(RuntimeError, match=r"ended with 1:\n(.|\n)*is not a dataset"):
+        launch.run(dataset, gone, target, runtime)
