@@ -138,7 +138,8 @@ def restore_optimizer(
         parameter = parameters[parameter_name]
         tensor = tensor.to(parameter.device, copy=True)
         if isinstance(parameter, DTensor) and tensor.ndim:
-            tensor = distribute_tensor(tensor, parameter.device_mesh, parameter.placements)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
         optimizer.state[parameter][field] = tensor
 
 
@@ -164,11 +165,14 @@ def _step_of(unit: str) -> int:
 
 
 def _flat_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimiser's tensors, named `<parameter>:<field>`; empty before the first step."""
+    """The optimiser's tensors, named `<parameter>:<field>`; empty before the first step.
+
+    In the same order on every rank, also after a restart: ranks put tensors together one by one.
+    """
     return {
         f"{name}:{field}": tensor
         for name, parameter in drafter.named_parameters()
-        for field, tensor in optimizer.state.get(parameter, {}).items()
+        for field, tensor in sorted(optimizer.state.get(parameter, {}).items())
     }
 
 

@@ -24,7 +24,7 @@ from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
 
 _MARK = "dflash-train: "  # of the lines that are for us, among those of libraries
-_LAST_LINES = 20  # of a child's output, in the error when it dies
+_LAST_LINES = 80  # of a child's output, in the error when it dies
 
 log = logging.getLogger(__name__)
 
