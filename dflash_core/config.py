@@ -26,7 +26,7 @@ class TargetConfig(Config):
     revision: str = "main"
     """Branch, tag or commit of a Hugging Face id; it is resolved to a commit before anything is keyed by it."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Type the target computes in. Stored hidden states are bfloat16 in every case."""
+    """Type the target computes in; `extract.dtype` is the type that hidden states are stored in."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint. Off unless you have read that code."""
 
