@@ -114,6 +114,13 @@ def cleared_of_secrets(value: Any, config: FilterConfig, redacted: Counter[str])
     return _cleared(value, kinds, redacted) if kinds else value
 
 
+def redacted_text(text: str) -> str:
+    """A text for a report, without the secrets that it may quote."""
+    for kind, pattern in _PATTERNS.items():
+        text = pattern.sub(f"<redacted:{kind}>", text)
+    return text
+
+
 def _has(text: str, kind: str, pattern: re.Pattern[str]) -> bool:
     marks, _ = SECRETS[kind]
     return any(mark in text for mark in marks) and pattern.search(text) is not None

@@ -11,6 +11,7 @@ import heapq
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from dflash_core.config import CurateConfig, SourceConfig
 from dflash_core.corpus.decontamination import PromptIndex
 from dflash_core.corpus.deduplication import SLOTS, signatures
-from dflash_core.corpus.filters import cleared_of_secrets, require_fit
+from dflash_core.corpus.filters import cleared_of_secrets, redacted_text, require_fit
 from dflash_core.corpus.grams import batches
 from dflash_core.corpus.mixing import draw_value
 from dflash_core.corpus.normalization import is_prompt_only, normalize
@@ -275,7 +276,7 @@ class _Part:
             index = index.append_column("signature", [signed])
         rejects = RejectWriter(storage, f"sources/{self._source}/rejects")
         for reject in sorted(self._rejects, key=lambda reject: (reject.file, reject.line)):
-            rejects.write(reject)
+            rejects.write(replace(reject, detail=redacted_text(reject.detail)))
         return {
             "source": self._source,
             "rows_in": self._rows_in,

@@ -394,11 +394,17 @@ def test_weights_share_the_corpus_and_a_smaller_draw_is_part_of_a_larger_one(roo
 
 def test_secrets_are_redacted_and_repairs_counted(root, tmp_path):
     secret = "AKIA" + "ABCDEFGHIJKLMNOP"
-    records = [chat(f"with {secret}"), {"messages": [user("a"), user("b"), assistant("c")]}]
+    broken = {"messages": [user(f"key {secret}"), assistant("a", tool_calls=f"[{secret}")]}
+    records = [chat(f"with {secret}"), {"messages": [user("a"), user("b"), assistant("c")]}, broken]
     dataset, facts = curate(root, source(tmp_path, "s", records), held_out_fraction=0)
     assert texts(dataset)[0] == "with <redacted:aws-access-key>"
     counts = facts["sources"]["s"]
     assert counts["redacted"] == {"aws-access-key": 1}
+    [reject] = quarantined(dataset, counts)
+    assert (reject["reason"], reject["detail"]) == (
+        "tool_calls are not JSON",
+        "[<redacted:aws-access-key>",
+    )
     assert counts["repaired"] == {"two user messages in a row joined": 1}
 
 
