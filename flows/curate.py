@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from dflash_core.corpus import curation, report
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
+from flows.charts import fenced
 from flows.params import CurateParams
 
 
@@ -42,11 +41,8 @@ def _show_reasons(sources: dict[str, dict], url: str) -> None:
     reasons = [line for line in report.lines(sources) if line["kind"] not in ("rows", "length")]
     if reasons:
         create_table_artifact(reasons, key="curate-reasons", description=url)
-    picture = base64.b64encode(report.length_chart(sources).encode()).decode()
     create_markdown_artifact(
-        f"![rows by length](data:image/svg+xml;base64,{picture})",
-        key="curate-lengths",
-        description=url,
+        fenced(report.length_chart(sources)), key="curate-lengths", description=url
     )
 
 

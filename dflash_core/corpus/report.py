@@ -1,4 +1,4 @@
-"""What happened to the rows of every source: as JSON, as Parquet, and as a picture.
+"""What happened to the rows of every source: as JSON, as Parquet, and as text.
 
 `report.json` holds the counts as the manifest does. `report.parquet` has one line for each number:
 `source`, `kind`, `name`, `rows`, where kind is `rows` (in, kept, duplicates, ...), `rejected`, `repaired`,
@@ -11,7 +11,7 @@ from dflash_core.manifest import Dataset, canonical_json
 
 _ROWS = ("rows_in", "kept", "train", "held_out", "duplicates", "near_duplicates", "over_limit")
 _ROWS += ("not_drawn", "prompt_only")
-_COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#ff8ab7", "#a463f2", "#97bbf5")
+_BAR_WIDTH = 50
 
 
 def write(dataset: Dataset, sources: dict[str, dict]) -> dict[str, str]:
@@ -75,40 +75,22 @@ def summary(sources: dict[str, dict]) -> list[dict]:
 
 
 def length_chart(sources: dict[str, dict]) -> str:
-    """Rows by length and source as an SVG of stacked bars; lengths double from bar to bar."""
-    bounds = sorted({int(bound) for counts in sources.values() for bound in counts["lengths"]})
-    bounds = [2**power for power in range(bounds[0].bit_length() - 1, bounds[-1].bit_length())]
-    stacks = [
-        [counts["lengths"].get(str(bound), 0) for counts in sources.values()] for bound in bounds
-    ]
-    tallest, bar, height = max(map(sum, stacks)), 46, 200
-    legend = 18 * len(sources)
-    shapes = []
-    for column, (bound, stack) in enumerate(zip(bounds, stacks, strict=True)):
-        x, y = 20 + column * bar, 30.0 + height
-        for place, rows in enumerate(stack):
-            if not rows:
-                continue
-            tall = height * rows / tallest
-            y -= tall
-            color = _COLORS[place % len(_COLORS)]
-            shapes.append(
-                f'<rect x="{x}" y="{y:.1f}" width="{bar - 4}" height="{tall:.1f}" fill="{color}"/>'
-            )
-        shapes.append(f'<text x="{x + 21}" y="{y - 4:.1f}">{sum(stack):,}</text>')
-        shapes.append(f'<text x="{x + 21}" y="{height + 46}">&lt; {_short(bound)}</text>')
-    for place, name in enumerate(sources):
-        y = height + 66 + 18 * place
-        shapes.append(f'<rect x="20" y="{y}" width="12" height="12" fill="{_COLORS[place % 8]}"/>')
-        shapes.append(f'<text x="38" y="{y + 10}" text-anchor="start">{name}</text>')
-    width = max(40 + bar * len(bounds), 320)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height + 76 + legend}" '
-        f'width="{width}" font-family="sans-serif" font-size="11" text-anchor="middle">'
-        f'<rect width="100%" height="100%" fill="white"/>'
-        f'<text x="20" y="14" text-anchor="start">rows by characters</text>{"".join(shapes)}</svg>'
+    """Rows by length for each source, as bars of text; lengths double from bar to bar."""
+    return "\n\n".join(
+        "\n".join([f"{name}: rows by characters", *_bars(counts["lengths"])])
+        for name, counts in sources.items()
     )
 
 
-def _short(number: int) -> str:
-    return f"{number // 1024}K" if number >= 1024 else str(number)
+def _bars(lengths: dict[str, int]) -> list[str]:
+    if not lengths:
+        return ["no rows"]
+    powers = [int(bound).bit_length() - 1 for bound in lengths]
+    most = max(lengths.values())
+    bars = []
+    for power in range(min(powers), max(powers) + 1):
+        rows = lengths.get(str(2**power), 0)
+        eighths = round(rows / most * _BAR_WIDTH * 8)
+        bar = "█" * (eighths // 8) + "▏▎▍▌▋▊▉"[eighths % 8 - 1] * bool(eighths % 8)
+        bars.append(f"{f'< {2**power:,}':>11} │{bar} {rows:,}")
+    return bars

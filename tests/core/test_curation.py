@@ -3,7 +3,6 @@ import json
 import random
 import tempfile
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pyarrow.parquet as pq
 import pytest
@@ -419,7 +418,7 @@ def test_pre_tokenized_rows_pass_through(root, tmp_path):
     assert (counts["duplicates"], counts["held_out"], sum(counts["rejected"].values())) == (1, 0, 1)
 
 
-def test_the_report_is_json_and_parquet_and_a_picture(root, tmp_path):
+def test_the_report_is_json_and_parquet_and_bars(root, tmp_path):
     records = [chat("a"), chat(" ".join(map(str, range(700)))), "{cut", chat("a")]
     dataset, facts = curate(root, source(tmp_path, "s", records), held_out_fraction=0)
     assert json.loads(dataset.storage.get("report.json")) == facts["sources"]
@@ -430,9 +429,11 @@ def test_the_report_is_json_and_parquet_and_a_picture(root, tmp_path):
     assert lines[("length", "16")] == lines[("length", "8192")] == 1
     [line] = report.summary(facts["sources"])
     assert (line["rows in"], line["kept"], line["duplicates"]) == (4, 2, 1)
-    picture = ElementTree.fromstring(report.length_chart(facts["sources"]))
-    assert picture.tag.endswith("svg")
-    assert sum(element.tag.endswith("rect") for element in picture.iter()) == 1 + 2 + 1
+    bars = report.length_chart(facts["sources"]).splitlines()
+    assert bars[0] == "s: rows by characters"
+    assert len(bars) == 1 + 10  # 16 to 8192
+    assert bars[1] == f"{'< 16':>11} │{'█' * 50} 1"
+    assert bars[2] == f"{'< 32':>11} │ 0"
 
 
 def test_the_same_content_elsewhere_is_the_same_corpus_and_other_content_another(root, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 
 import pytest
@@ -32,5 +31,4 @@ def test_the_report_is_two_tables_and_a_chart(prefect_server, tmp_path):
     [reason] = json.loads(Artifact.get("curate-reasons").data)
     assert (reason["kind"], reason["name"]) == ("rejected", "empty assistant message")
     chart = str(Artifact.get("curate-lengths").data)
-    picture = chart.partition("base64,")[2].rstrip(")")
-    assert base64.b64decode(picture).startswith(b"<svg")
+    assert "mine: rows by characters\n        < 4 │" in chart
