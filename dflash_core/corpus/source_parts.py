@@ -43,6 +43,8 @@ from dflash_core.corpus.rows import (
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 
+STAGES_OWN = ("prompt_only", "asked_to_think", "cut_by_length", "written_characters", "tokens")
+"""Metadata that the stages write and believe, and that is dropped where a source brings it."""
 _SHORT_TURN = 400  # characters beyond which no turn has fewer words than a run
 
 
@@ -246,6 +248,8 @@ class _Part:
         metadata = _json_values(item.metadata)
         if item.messages is None and "tokens" in metadata:
             return Row(content_id([metadata["tokens"]], None), self._source, [], None, metadata)
+        for key in STAGES_OWN:
+            metadata.pop(key, None)
         messages, tools = normalize(item.messages, item.tools, repairs)
         messages, tools = cleared_of_secrets((messages, tools), self._config.filters, redacted)
         if is_prompt_only(messages):

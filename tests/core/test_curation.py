@@ -407,6 +407,15 @@ def test_secrets_are_redacted_and_repairs_counted(root, tmp_path):
     assert counts["repaired"] == {"two user messages in a row joined": 1}
 
 
+def test_metadata_that_stages_write_is_not_taken_from_sources(root, tmp_path):
+    mine = {"topic": "x", "tokens": 3, "prompt_only": True, "cut_by_length": True}
+    dataset, _ = curate(
+        root, source(tmp_path, "s", [chat("a", metadata=mine)]), held_out_fraction=0
+    )
+    [row] = read_rows(dataset, "train")
+    assert row.metadata == {"topic": "x"}
+
+
 def test_pre_tokenized_rows_pass_through(root, tmp_path):
     rows = [{"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]}] * 2 + [{"input_ids": []}]
     tokens = source(tmp_path, "t", rows).model_copy(update={"reader": "pre-tokenized"})
