@@ -86,8 +86,8 @@ class CurateConfig(Config):
     """Similarity (Jaccard, of runs of five words) from which a conversation is a duplicate of an earlier
     one, 0.8 for example; 0 drops only equal ones. Needs the package rensa."""
     decontaminate: list[str] = []
-    """Evaluation sets whose prompts must not be in the corpus: gsm8k, math-500, humaneval, mbpp, mt-bench,
-    alpaca, or files of prompts."""
+    """Evaluation sets whose prompts must not be in the corpus: those that `dflash prompt-sets` lists, such as
+    gsm8k or human-eval, or files of prompts."""
     num_rows: int = Field(default=0, ge=0)
     """Rows of a weighted corpus; 0 takes as many as the shares allow. No row is ever taken twice."""
     temperature: float = Field(default=1.0, gt=0)

