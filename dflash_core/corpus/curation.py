@@ -51,6 +51,7 @@ PUBLISH = "publish"
 _SELECTION = f"{PUBLISH}.selection"
 _LOOKED_AT = 100  # rows among which one must be readable before any work
 _ALONE = 4  # parts that are read before it is worth starting processes
+_MOST_READERS = 8  # each reads the whole source, though it parses only its own parts
 _POLL_S = 5.0
 Tell = Callable[[dict[str, float]], None]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -131,8 +132,8 @@ def run_units(
         config: the same as it was planned with.
         todo: some of `units`, in their order.
         progress: called as units and parts are done.
-        processes: how many read a large source side by side; 0 for one on each core. Never changes the
-            corpus.
+        processes: how many read a large source side by side; 0 for one on each core, at most 8. Never
+            changes the corpus.
 
     Raises:
         InputError: a source has no row that its reader can read, or nothing is left to train on.
@@ -149,7 +150,7 @@ def run_units(
         elif unit == PUBLISH:
             record = _publish(dataset, config, tell)
         else:
-            workers = processes or os.cpu_count() or 1
+            workers = processes or min(os.cpu_count() or 1, _MOST_READERS)
             record = _read_source(dataset, config, sources[unit], unit, workers, tell)
         dataset.commit(unit, record)
         progress(done + 1, len(todo), {})
