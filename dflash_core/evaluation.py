@@ -347,8 +347,10 @@ class _Decoder:
         self, name: str, input_ids: list[int], decoding: Decoding, seed: int, plain: list[int]
     ) -> dict:
         out, seconds = _timed(lambda: self._speculate(name, input_ids, decoding, seed))
+        shape = self._entrants[name].drafter.shape
         outcome = {
-            "block_size": self._entrants[name].drafter.shape.block_size,
+            "block_size": shape.block_size,
+            "num_drafts": shape.num_drafts,
             "accepted": out.accepted,
             "judged": out.judged,
             "num_tokens": len(out.tokens),
@@ -408,7 +410,7 @@ class _Decoder:
 def _add(total: dict, more: dict) -> None:
     """Adds another answer's numbers: lists and sums grow, equal answers stay equal only if all are."""
     for key, value in more.items():
-        if key not in total or key == "block_size":
+        if key not in total or key in ("block_size", "num_drafts"):
             total[key] = value
         elif key == "lossless":
             total[key] = total[key] and value

@@ -43,6 +43,7 @@ def summarise(records: list[dict]) -> dict:
     facts: dict[str, Any] = {
         "baseline": BASELINE,
         "block_size": headline[0]["outcomes"][AFTER]["block_size"],
+        "num_drafts": headline[0]["outcomes"][AFTER]["num_drafts"],
         "num_prompts": len(headline),
         "num_tokens": sum(record["plain"]["num_tokens"] for record in headline),
         "tokens_per_s": _rate(record["plain"] for record in headline),
@@ -98,7 +99,7 @@ def drafter_facts(records: list[dict], name: str) -> dict:
         if outcome["accepted"]
     ]
     verified = sum(outcome["num_verified"] for outcome in outcomes)
-    slots = range(1, max(outcome["block_size"] for outcome in outcomes))
+    slots = range(1, outcomes[0]["num_drafts"] + 1)
     plain, own = _rate(record["plain"] for record in records), _rate(outcomes)
     return {
         "num_prompts": len(records),
@@ -225,7 +226,7 @@ def markdown(dataset: Dataset, facts: dict) -> str:
             for source, part in facts[AFTER]["by_source"].items()
         ),
     )
-    return "\n".join([*lines, _LEGEND.format(last=facts["block_size"] - 1, **facts)]) + "\n"
+    return "\n".join([*lines, _LEGEND.format(**facts)]) + "\n"
 
 
 def table(facts: dict) -> list[dict[str, str]]:
@@ -242,7 +243,7 @@ def table(facts: dict) -> list[dict[str, str]]:
 _LEGEND = (
     "Acceptance length: tokens emitted by verify steps over their number, bonus token counted, pooled "
     "over prompts; in brackets the 95 % interval over resampled prompts. Histogram: steps by accepted "
-    "drafts, 0 to {last}. Slot: share of steps that accepted the slot's draft and all before it, of those that "
+    "drafts, 0 to {num_drafts}. Slot: share of steps that accepted the slot's draft and all before it, of those that "
     "judged it. Speed-up: tokens per second against {baseline}."
 )
 

@@ -73,7 +73,7 @@ def _evaluations(facts: dict) -> Iterable[str]:
     low, high = after["interval"]
     yield (
         f"acceptance length {before['acceptance_length']:.2f} -> {after['acceptance_length']:.2f} "
-        f"[{low:.2f}, {high:.2f}] of {facts['block_size']}"
+        f"[{low:.2f}, {high:.2f}] of {facts['num_drafts'] + 1}"
     )
     if after["num_lossless"] is not None:
         yield f"lossless on {after['num_lossless']} of {after['num_prompts']} prompts"

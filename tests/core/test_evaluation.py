@@ -213,6 +213,7 @@ def random_records(count, seed=0, block_size=5):
             lossless = rng.random() < 0.7
             record["outcomes"][name] = {
                 "block_size": block_size,
+                "num_drafts": block_size - 1,
                 "accepted": accepted,
                 "judged": judged,
                 "num_tokens": verified + 1,
