@@ -50,11 +50,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in WEIGHTS:
             changes = {"slot_weights": name, "seed": seed, "checkpoint_every": options.every}
-            changes |= {
-                "keep_checkpoints": 1000,
-                "num_steps": options.steps or params.train.num_steps,
-            }
-            config = params.train.model_copy(update=changes)
+            config = params.train.model_copy(update={**changes, "keep_checkpoints": 1000})
             start = time.perf_counter()
             run = trained(root, hidden, params, config)
             seconds.append(time.perf_counter() - start)
