@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -34,17 +35,18 @@ T = TypeVar("T")
 
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # what may pass by itself
 _OVERLOADED = {429, 503, 529}
-_ATTEMPTS = 5  # of one request, when servers fail on it and answer others
+_ATTEMPTS = 5  # of one request, when servers fail on it alone
+_REFUSALS = 16  # after so many, and no answer, every request will be refused
 _LONGEST_PAUSE_S = 30.0
 _CONNECT_S = 10.0
 
 
 class _Failed(Exception):
-    """A request that may succeed when it is sent again."""
+    """A request that may succeed when it is sent again; `to_blame` when it may itself be the cause."""
 
-    def __init__(self, reason: str, *, overloaded: bool = False, retry_after_s: float = 0) -> None:
+    def __init__(self, reason: str, *, to_blame: bool = True, retry_after_s: float = 0) -> None:
         super().__init__(reason)
-        self.overloaded, self.retry_after_s = overloaded, retry_after_s
+        self.to_blame, self.retry_after_s = to_blame, retry_after_s
 
 
 class _Refused(Exception):
@@ -90,6 +92,7 @@ class ServedAnswerer:
             limits=httpx.Limits(max_connections=None),
         )
         self._last_answer = time.monotonic()
+        self._answered = self._refused = 0
         self.concurrency = slots * len(self._servers)
 
     async def __aenter__(self) -> Self:
@@ -133,9 +136,16 @@ class ServedAnswerer:
         try:
             reply = await self._send(functools.partial(self._complete, prompt, body))
         except _Refused as error:
+            self._refused += 1
+            if self._refused >= _REFUSALS and not self._answered:
+                raise InputError(
+                    f"servers refuse all of the first {self._refused} requests: {error}; correct what they "
+                    "do not take, or serve the target with room for it"
+                ) from error
             return Answer(None, reason="servers refuse it", detail=str(error))
         except _Failed as error:
             return Answer(None, reason="servers fail on it", detail=str(error))
+        self._answered += 1
         return read_reply(chat, prompt, text, reply)
 
     def _body(self, chat: Chat, prompt: Prompt) -> dict[str, Any]:
@@ -164,28 +174,34 @@ class ServedAnswerer:
 
     async def _send(self, request: Callable[[], Awaitable[T]]) -> T:
         """What `request` returns, asked again while it fails and there is hope."""
+        began, failed_first, to_blame = time.monotonic(), math.inf, 0
+
+        def silent_s() -> float:
+            """How long this request has failed while no server answered any other."""
+            return time.monotonic() - max(failed_first, self._last_answer)
+
+        def gives_up(state: RetryCallState) -> bool:
+            nonlocal failed_first, to_blame
+            failed_first = min(failed_first, time.monotonic())
+            error = state.outcome.exception() if state.outcome else None
+            to_blame += isinstance(error, _Failed) and error.to_blame
+            hopeless = to_blame >= _ATTEMPTS and self._last_answer > began
+            return hopeless or silent_s() >= patience_s
+
+        patience_s = self._endpoints.patience_s
         retrying = AsyncRetrying(
-            retry=retry_if_exception_type(_Failed), wait=_pause, stop=self._gives_up, reraise=True
+            retry=retry_if_exception_type(_Failed), wait=_pause, stop=gives_up, reraise=True
         )
         try:
             return await retrying(request)
         except _Failed as error:
-            silent_s = time.monotonic() - self._last_answer
-            if silent_s < self._endpoints.patience_s:
+            if silent_s() < patience_s:
                 raise
             urls = ", ".join(server.url for server in self._servers)
             raise UnreachableError(
-                f"no server of {urls} has answered for {silent_s:.0f} s ({error}); start one and run "
+                f"no server of {urls} has answered for {silent_s():.0f} s ({error}); start one and run "
                 "this again, it continues"
             ) from error
-
-    def _gives_up(self, state: RetryCallState) -> bool:
-        if time.monotonic() - self._last_answer >= self._endpoints.patience_s:
-            return True
-        error = state.outcome.exception() if state.outcome else None
-        overloaded = isinstance(error, _Failed) and error.overloaded
-        answered_others = self._last_answer > state.start_time
-        return state.attempt_number >= _ATTEMPTS and answered_others and not overloaded
 
     async def _models(self, server: _Server) -> list[dict]:
         reply = await self._request(server, "GET", "/models")
@@ -228,10 +244,19 @@ class ServedAnswerer:
             response = await self._client.request(method, server.url + path, json=body)
             reply = response.json() if response.status_code == 200 else {}
         except (httpx.TransportError, ValueError) as error:
-            raise self._failure(server, f"{type(error).__name__}: {error}") from error
+            reached = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            reason = f"{type(error).__name__}: {error}"
+            raise self._failure(server, reason, to_blame=reached) from error
         status = response.status_code
+        if status == 429:  # it works, on other answers
+            self._last_answer = time.monotonic()
         if status in _PASSING:
-            raise self._failure(server, _error_text(response), status, _retry_after_s(response))
+            raise self._failure(
+                server,
+                f"{status} {_error_text(response)}",
+                to_blame=status not in _OVERLOADED,
+                retry_after_s=_retry_after_s(response),
+            )
         if status in (401, 403):
             raise InputError(
                 f"{server.url} refuses the API key ({status}); set endpoints.api_key_variable to the "
@@ -249,20 +274,15 @@ class ServedAnswerer:
         return reply
 
     def _failure(
-        self, server: _Server, reason: str, status: int = 0, retry_after_s: float = 0
+        self, server: _Server, reason: str, *, to_blame: bool, retry_after_s: float = 0
     ) -> _Failed:
         """Lets the server rest a while, longer after each failure in a row."""
         server.failures += 1
         pause_s = max(retry_after_s, min(2.0 ** min(server.failures - 3, 9), _LONGEST_PAUSE_S))
         server.rests_until = time.monotonic() + pause_s
         if server.failures in (1, 10, 100):
-            log.warning(
-                "%s fails, %d in a row: %s %s", server.url, server.failures, status or "", reason
-            )
-        overloaded = status in _OVERLOADED
-        return _Failed(
-            f"{status or ''} {reason}".strip(), overloaded=overloaded, retry_after_s=retry_after_s
-        )
+            log.warning("%s fails, %d in a row: %s", server.url, server.failures, reason)
+        return _Failed(reason, to_blame=to_blame, retry_after_s=retry_after_s)
 
 
 _backoff = wait_random_exponential(multiplier=0.5, max=_LONGEST_PAUSE_S)

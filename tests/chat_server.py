@@ -55,22 +55,18 @@ class ChatServer:
 
     def __enter__(self) -> Self:
         ready = threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=(ready,), daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), daemon=True)
         self._thread.start()
         assert ready.wait(20)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join(20)
-
-    def _run(self, ready: threading.Event) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve(ready))
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._thread.join(20)
 
     async def _serve(self, ready: threading.Event) -> None:
-        self._ended = asyncio.Event()
+        self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/chat/completions", self._complete)

@@ -226,6 +226,21 @@ def test_a_request_that_fails_is_asked_again(root, target, failure):
     assert facts["rejected"] == {}
 
 
+def test_a_server_that_is_busy_with_other_answers_is_waited_for_beyond_the_patience(root, target):
+    flaky = Flaky(lambda: status(429), times=40)
+    with ChatServer(flaky) as server:
+        rows, _ = ask(root, target, questions(1), [server], patience_s=0.2)
+    assert len(rows) == 1
+
+
+def test_a_server_that_refuses_everything_stops_the_run_with_its_words(root, target):
+    with (
+        ChatServer(lambda body: status(422, "Unexpected fields: {'top_k'}")) as server,
+        pytest.raises(InputError, match=r"refuse all of the first 16 .*422: Unexpected fields"),
+    ):
+        ask(root, target, questions(40), [server])
+
+
 def test_a_server_says_when_to_ask_again(root, target, monkeypatch):
     monkeypatch.setattr(served, "_LONGEST_PAUSE_S", 5)
     flaky, pauses = Flaky(lambda: status(429, **{"Retry-After": "1"}), times=1), []
