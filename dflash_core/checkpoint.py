@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset, canonical_json, sha256
@@ -132,12 +131,14 @@ def restore_optimizer(
 ) -> None:
     """Gives `optimizer`, made over the parameters of `drafter`, its state after `step` steps."""
     tensors = _get_tensors(run, run.record(unit_of(step))["optimizer"])
-    parameters = dict(drafter.named_parameters())
+    parameters: dict[str, Any] = dict(drafter.named_parameters())
     for name, tensor in tensors.items():
         parameter_name, _, field = name.rpartition(":")
         parameter = parameters[parameter_name]
         tensor = tensor.to(parameter.device, copy=True)
-        if isinstance(parameter, DTensor) and tensor.ndim:
+        if is_sharded(parameter) and tensor.ndim:
+            from torch.distributed.tensor import distribute_tensor
+
             mesh, placements = parameter.device_mesh, parameter.placements
             tensor = distribute_tensor(tensor, mesh, placements, src_data_rank=None)
         optimizer.state[parameter][field] = tensor
@@ -220,9 +221,14 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor
         yield group
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def is_sharded(tensor: Any) -> bool:
+    """Whether each rank holds a part of it: a DTensor, whose import would take a second."""
+    return hasattr(tensor, "full_tensor")
+
+
+def _whole(tensor: Any) -> Tensor:
     """The tensor; put together where each rank holds a part, which all ranks must ask for."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def _get_tensors(run: Dataset, references: list[dict]) -> dict[str, Tensor]:

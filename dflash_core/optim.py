@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
             state["step"] += 1
             tensors = parameter, self.copies[parameter], self.gradient(parameter)
             moments = state["exp_avg"], state["exp_avg_sq"]
-            _compiled_adamw_(*(x.view(-1) for x in (*tensors, *moments)), numbers)
+            _compiled_adamw()(*(x.view(-1) for x in (*tensors, *moments)), numbers)
 
     def _muon(self, group: dict, scale: float) -> None:
         for parameter in group["params"]:
@@ -209,4 +211,7 @@ def adamw_(
     copied_W.copy_(weight)
 
 
-_compiled_adamw_ = torch.compile(adamw_, dynamic=True)
+@lru_cache
+def _compiled_adamw() -> Callable[..., None]:
+    """Compiled when first needed: the compiler alone takes seconds to import."""
+    return torch.compile(adamw_, dynamic=True)

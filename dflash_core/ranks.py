@@ -15,12 +15,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 
 from dflash_core.model import Drafter
 from dflash_core.optim import Optimizer
@@ -75,6 +69,13 @@ def shard(drafter: Drafter) -> None:
 
     One group for the whole drafter: 3.5 GB in bfloat16 at once for 1.73 B parameters, and one gather.
     """
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
     on_gpu = next(drafter.parameters()).is_cuda
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if on_gpu else None,

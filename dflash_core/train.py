@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from dflash_core import replay
@@ -29,6 +27,7 @@ from dflash_core.attention import Mask, flex_mask, tiles
 from dflash_core.blocks import Blocks, build_blocks, ranges_by_kind, sample_anchors
 from dflash_core.checkpoint import (
     committed_steps,
+    is_sharded,
     load_drafter,
     read_metrics,
     read_shape,
@@ -292,7 +291,7 @@ class Trainer:
         self.drafter, self.step, self.ranks, self.config = drafter, step, ranks, config
         self.share = slice(ranks.rank, None, ranks.size)
         self.num_packs = len(range(config.packs_per_step)[self.share])
-        self._compute = drafter
+        self._compute, self._sharded = drafter, sharded
         if sharded:
             shard(drafter)
         elif self.device.type == "cuda":
@@ -355,9 +354,8 @@ class Trainer:
 
     def check(self, answers: list[Answer]) -> dict[str, float]:
         """Acceptance on held-out answers: decoding's own, and simulated as on training text."""
-        drafter = self.drafter
-        shards = isinstance(drafter, FSDPModule)
-        if shards:
+        drafter: Any = self.drafter
+        if self._sharded:
             drafter.unshard()
         # Eager: answers have many lengths, and a compiled layer would be compiled for each.
         with (
@@ -365,7 +363,7 @@ class Trainer:
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"),
         ):
             found = replay.acceptance(drafter, self._embedding_VH, self._head_VH, answers)
-        if shards:
+        if self._sharded:
             drafter.reshard()
         return {
             "held_out_acceptance_length": found.decoded,
@@ -385,8 +383,8 @@ class Trainer:
 
     def _rounded_weights(self) -> list[Tensor]:
         """What this rank holds of each weight, bfloat16, on the CPU."""
-        weights = (weight.detach() for weight in self.drafter.parameters())
-        parts = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
+        weights: list[Any] = [weight.detach() for weight in self.drafter.parameters()]
+        parts = (w.to_local() if is_sharded(w) else w for w in weights)
         return [part.to("cpu", torch.bfloat16, copy=True) for part in parts]
 
     def save(self, dataset: Dataset, metrics: list[dict]) -> None:
@@ -496,8 +494,8 @@ class Trainer:
 
 def _norm(gradient: Tensor) -> Tensor:
     """Its length in float32, of the whole gradient where ranks hold parts."""
-    norm = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm: Any = torch.linalg.vector_norm(gradient, dtype=torch.float32)
+    return norm.full_tensor() if is_sharded(norm) else norm
 
 
 def anchor_generator(seed: int, step: int, slot: int) -> torch.Generator:
