@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from itertools import islice
+from typing import Any
 
 from dflash_core.config import CurateConfig, SourceConfig
 from dflash_core.corpus import decontamination, report
@@ -30,12 +31,7 @@ from dflash_core.corpus.rows import (
     write_table,
 )
 from dflash_core.corpus.selection import select
-from dflash_core.corpus.source_parts import (
-    SourceReader,
-    part_unit,
-    part_units,
-    read,
-)
+from dflash_core.corpus.source_parts import SourceReader, part_unit, part_units, read
 from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
@@ -292,6 +288,8 @@ def _read_source(
             f"source {source.name!r}: reader {source.reader!r} can read none of its "
             f"{num_rows} rows ({times} times: {reason}); check the reader and the path"
         )
+    num_rejected = sum(sums["rejected"].values())
+    log.info("source %s: %d rows in, %d rejected", source.name, num_rows, num_rejected)
     return {
         "source": source.name,
         "rows_in": sum(record["rows_in"] for record in records),
@@ -338,6 +336,8 @@ def _publish(dataset: Dataset, config: CurateConfig, tell: Tell) -> dict:
     if _SELECTION not in committed:
         dataset.commit(_SELECTION, _select(dataset, config))
     selected = dataset.record(_SELECTION)
+    for name, counts in selected["sources"].items():
+        log.info("source %s: %d rows kept", name, counts["kept"])
     if not selected["num_groups"]:
         raise _nothing_left(config)
     selection = read_table(dataset.storage, selected["selection"])
@@ -371,7 +371,7 @@ def _select(dataset: Dataset, config: CurateConfig) -> dict:
     return select(dataset, config, parts)
 
 
-def _publish_group(dataset: Dataset, files: list[dict], rows) -> dict:
+def _publish_group(dataset: Dataset, files: list[dict], rows: Any) -> dict:
     """Copies the selected rows of a few files into one part of each split, as Arrow tables."""
     import pyarrow as pa
 
