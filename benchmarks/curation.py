@@ -1,10 +1,12 @@
 """Rows per second and peak memory of curation on synthetic rows.
 
     python benchmarks/curation.py --rows 1000000
+    python benchmarks/curation.py --selection
     python benchmarks/curation.py --signatures
 
 Three sources of conversations made of random words: 5 % of the rows repeat an earlier one, 5 % nearly do, 1 %
-are malformed, 1 % hold an evaluation prompt. With --signatures, the time of MinHash signatures by
+are malformed, 1 % hold an evaluation prompt. With --selection, time and memory of the only step that holds
+something of every row, on random signatures of which a tenth repeat an earlier one. With --signatures, the time of MinHash signatures by
 rensa and, where it is installed, by datasketch, on the same texts.
 """
 
@@ -35,8 +37,12 @@ def main() -> None:
     parser.add_argument(
         "--plain", action="store_true", help="no near-duplicates, no decontamination"
     )
+    parser.add_argument("--selection", action="store_true", help="time the selection only")
     parser.add_argument("--signatures", action="store_true", help="time signatures only")
     arguments = parser.parse_args()
+    if arguments.selection:
+        time_selection(arguments.rows)
+        return
     if arguments.signatures:
         compare_signatures()
         return
@@ -132,6 +138,36 @@ def _record(name: str, question: str, answer: str, rng: random.Random) -> dict:
         "system": f"SYSTEM: You are a helpful assistant with access to the following functions. Use them if required -\n{tool}\n",
         "chat": f"USER: {question}\n\n\nASSISTANT: {call} <|endoftext|>\n\n\nFUNCTION RESPONSE: {{}}\n\n\nASSISTANT: {answer} <|endoftext|>\n\n\n",
     }
+
+
+def time_selection(num_rows: int) -> None:
+    """Prints seconds and peak memory of judging so many rows."""
+    import numpy as np
+
+    from dflash_core.corpus.deduplication import SLOTS
+    from dflash_core.corpus.selection import KEPT, NEAR_DUPLICATE, Candidates, judge
+
+    rng = np.random.default_rng(0)
+    signatures = rng.integers(1, 2**32, (num_rows, SLOTS), np.uint32)
+    copies = np.arange(9, num_rows, 10)
+    signatures[copies] = signatures[rng.integers(0, copies)]
+    signatures[copies, :10] += 1  # alike in 118 of 128 slots
+    source = SourceConfig(name="rows", reader="openai")
+    candidates = Candidates(
+        sources=["rows"],
+        files=[],
+        table=None,
+        source_N=np.zeros(num_rows, np.int16),
+        row_N=np.arange(num_rows),
+        id_N4=rng.integers(0, 2**64, (num_rows, 4), np.uint64),
+        signature_NP=signatures,
+    )
+    start = time.monotonic()
+    verdicts, _ = judge(candidates, CurateConfig(sources=[source], near_duplicates=0.8))
+    seconds = time.monotonic() - start
+    kept, alike = (int((verdicts == verdict).sum()) for verdict in (KEPT, NEAR_DUPLICATE))
+    print(f"{num_rows:,} rows judged in {seconds:.1f} s: {kept:,} stay, {alike:,} near-duplicates")
+    print(f"peak memory: {_peak(resource.RUSAGE_SELF):.2f} GB")
 
 
 def compare_signatures(num_texts: int = 5000) -> None:
