@@ -2,7 +2,7 @@
 
 Signatures come from rensa and are stored with the rows, so they are computed once, part by part and side by
 side. Rows are compared afterwards in the corpus' order: a row goes when an earlier row that stays is
-similar to it. Shape letters: N rows, P slots of a signature.
+similar to it. Shape letters: N rows, P slots of a signature, B bands of slots.
 """
 
 from __future__ import annotations
@@ -65,16 +65,12 @@ def near_duplicates(signatures_NP: np.ndarray, threshold: float) -> np.ndarray:
     similarity with a standard deviation of at most 0.044. Pairs near the threshold may be missed, since
     only rows that agree in a whole band of slots are compared.
     """
-    bands = [_band(signatures_NP[:, slots]) for slots in _bands(threshold)]
-    shared = np.zeros(len(signatures_NP), bool)  # rows that share some band with another row
-    for band_N in bands:
-        _, inverse, counts = np.unique(band_N, return_inverse=True, return_counts=True)
-        shared |= counts[inverse.reshape(-1)] > 1
-    shared &= signatures_NP.any(1)
+    bands_NB = np.stack([_band(signatures_NP[:, slots]) for slots in _bands(threshold)], axis=1)
+    compared = _shared(bands_NB) & signatures_NP.any(1)
     duplicate_of = np.full(len(signatures_NP), -1, np.int64)
-    kept: list[dict[int, list[int]]] = [{} for _ in bands]
-    for row in np.flatnonzero(shared).tolist():
-        keys = [int(band_N[row]) for band_N in bands]
+    kept: list[dict[int, list[int]]] = [{} for _ in range(bands_NB.shape[1])]
+    for row in np.flatnonzero(compared).tolist():
+        keys = bands_NB[row].tolist()
         candidates = sorted(
             {index for seen, key in zip(kept, keys, strict=True) for index in seen.get(key, ())}
         )
@@ -87,6 +83,17 @@ def near_duplicates(signatures_NP: np.ndarray, threshold: float) -> np.ndarray:
         for seen, key in zip(kept, keys, strict=True):
             seen.setdefault(key, []).append(row)
     return duplicate_of
+
+
+def _shared(bands_NB: np.ndarray) -> np.ndarray:
+    """Rows that have some band in common with another row: bool [N]."""
+    shared = np.zeros(len(bands_NB), bool)
+    for band_N in bands_NB.T:
+        order = np.argsort(band_N)
+        in_order = band_N[order]
+        equal = in_order[1:] == in_order[:-1]
+        shared[order[1:][equal]] = shared[order[:-1][equal]] = True
+    return shared
 
 
 def _bands(threshold: float) -> list[slice]:
