@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from bisect import bisect_left
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,8 @@ class Chat:
         text = template if isinstance(template, str) else json.dumps(template)
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
+        added = tokenizer.added_tokens_decoder
+        self._markers = {index for index, token in added.items() if token.special}
         self._encode_short = functools.lru_cache(maxsize=256)(
             lambda text: tuple(self._encode(text))
         )
@@ -128,6 +131,43 @@ class Chat:
         )
         self.counts["encoded_tokens"] += sum(map(len, found["input_ids"]))
         return list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+
+    def encode_chains(
+        self, chains: list[list[str]]
+    ) -> list[list[tuple[list[int], list[tuple[int, int]]]]]:
+        """As `encode_with_offsets`, for lists of texts; what a text shares with the one before is encoded once."""
+        found: list[list] = [[] for _ in chains]
+        for place in range(max(map(len, chains), default=0)):
+            some = [k for k, chain in enumerate(chains) if place < len(chain)]
+            kept = [
+                self._shared(found[k][-1], *chains[k][place - 1 : place + 1]) if place else 0
+                for k in some
+            ]
+            cuts = [found[k][-1][1][n][0] if n else 0 for k, n in zip(some, kept, strict=True)]
+            texts = [chains[k][place][cut:] for k, cut in zip(some, cuts, strict=True)]
+            encoded = self.encode_with_offsets(texts)
+            for k, n, cut, (ids, offsets) in zip(some, kept, cuts, encoded, strict=True):
+                if n:
+                    before_ids, before_offsets = found[k][-1]
+                    ids = before_ids[:n] + ids
+                    offsets = before_offsets[:n] + [(a + cut, b + cut) for a, b in offsets]
+                found[k].append((ids, offsets))
+        return found
+
+    def _shared(self, encoded: tuple[list, list], text: str, other: str) -> int:
+        """How many of a text's tokens lie before the last special token that `other` has at the same place."""
+        low, high = 0, min(len(text), len(other))
+        while low < high:  # longest common beginning
+            middle = (low + high + 1) // 2
+            if text[low:middle] == other[low:middle]:
+                low = middle
+            else:
+                high = middle - 1
+        ids, offsets = encoded
+        place = bisect_left(offsets, (low, low)) - 1
+        while place > 0 and (ids[place] not in self._markers or offsets[place][1] > low):
+            place -= 1
+        return max(place, 0)
 
     @property
     def _special(self) -> set[int]:

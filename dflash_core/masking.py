@@ -124,7 +124,7 @@ class _Views:
         otherwise for what lies between the beginning and the turn before it.
 
         Returns:
-            None where a turn is not printed as its own generation prompt begins.
+            None where a turn is not printed as its own generation prompt begins, or windows are of no use.
         """
         found, last = [], len(self.places) - 1
         while last >= 0:
@@ -141,6 +141,8 @@ class _Views:
                 return None
             found.append(Rendering(text, turns))
             last -= len(turns)
+            if len(found) == 2 and max(len(it.turns) for it in found) == 1 <= last:
+                return None  # each turn rewrites what was before: windows would only cost
         return found[::-1]
 
     def _behind(self, prompt: str, place: int) -> str:

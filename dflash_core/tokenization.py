@@ -322,8 +322,8 @@ def _tokenize(chats: _Chats, rows: list[Row], config: TokenizeConfig) -> _Part:
             planned.append((row, found))
         else:
             part.reject(row, "prompt is no prefix" if unsupervised else "no assistant turn")
-    texts = [rendering.text for _, found in planned for rendering in found]
-    encoded = iter(chats.any.encode_with_offsets(texts))
+    texts = [[rendering.text for rendering in found] for _, found in planned]
+    encoded = itertools.chain.from_iterable(chats.any.encode_chains(texts))
     made: list[tuple[Row, list[tuple[Rendering, Sample]]]] = []
     for row, found in planned:
         chat = chats.of(row)

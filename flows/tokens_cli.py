@@ -46,8 +46,8 @@ def show(
     opened = _open(root, tokens)
     if index >= opened.num_samples:
         raise InputError(f"index {index} is out of range; there are {opened.num_samples:,} samples")
-    config = TargetConfig(**opened.dataset.facts["target"])
-    config = config.model_copy(update={"id": target}) if target else config
+    made_by = TargetConfig(**opened.dataset.facts.get("target", {}))
+    config = made_by.model_copy(update={"id": target}) if target else made_by
     expected, found = opened.contract["tokenizer_hash"], identify(config).tokenizer_hash
     if found != expected:
         raise MismatchError(

@@ -48,7 +48,7 @@ HELD_OUT = "held-out"
 
 
 class Answerer(Protocol):
-    """A served target."""
+    """A target that answers batches."""
 
     def answer(self, prompts: list[Prompt]) -> list[Answer]:
         """One answer for each prompt, in their order. An answer depends on its own prompt alone."""
@@ -217,7 +217,7 @@ async def _serve_units(
                     break
         finally:
             room.release()
-        meter.row()
+        await meter.row()
 
     async def finish(unit: str, dialogues: list, counts: Counter[str], rows: list) -> None:
         await asyncio.gather(*rows)
@@ -253,11 +253,12 @@ class _Meter:
         self._answers += 1
         self._tokens += num_tokens
 
-    def row(self) -> None:
+    async def row(self) -> None:
         self._rows += 1
         seconds = time.monotonic() - self._began
         numbers = {"tokens_per_s": self._tokens / seconds, "answers": self._answers}
-        self._progress(self._rows, self._num_rows, numbers)
+        # In a thread: drawing it may wait for another server, and no answer should.
+        await asyncio.to_thread(self._progress, self._rows, self._num_rows, numbers)
 
 
 def seal(dataset: Dataset) -> dict:

@@ -172,6 +172,30 @@ def turns_in(some):
     )
 
 
+@pytest.mark.parametrize(("name", "thinking"), MODES)
+def test_texts_that_begin_alike_are_encoded_as_each_would_be_alone(name, thinking):
+    chat = chat_of(name, thinking)
+
+    @settings(max_examples=15, deadline=None)
+    @given(st.lists(conversations(calls=FAMILIES[name].calls), min_size=1, max_size=3))
+    def check(rows):
+        chains = [[it.text for it in renderings(chat, row)[0]] for row in rows]
+        alone = [chat.encode_with_offsets(texts) for texts in chains]
+        assert chat.encode_chains(chains) == alone
+
+    check()
+
+
+def test_a_template_that_rewrites_history_has_each_answer_encoded_twice_and_the_rest_once():
+    chat = chat_of("qwen3")
+    texts = [it.text for it in renderings(chat, long_conversation(20))[0]]
+    assert len(texts) == 20
+    chat.counts.clear()
+    [found] = chat.encode_chains([texts])
+    assert chat.counts["encoded_tokens"] <= 2 * len(found[-1][0])
+    assert sum(len(ids) for ids, _ in found) > 9 * len(found[-1][0])
+
+
 # --- work --------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ def test_every_row_is_answered_whatever_its_neighbours_do(root, target):
     assert facts["num_held_out"] == 1
     assert 1 < server.most_at_once <= 7
     assert facts["answered_by"] == [{"model": "target", "engine": "test"}]
-    assert reports[-1][:2] == (30, 30)
+    assert max(reports, key=lambda report: report[0])[:2] == (30, 30)
     assert {"tokens_per_s", "answers"} <= set(reports[-1][2])
 
 
@@ -311,17 +311,16 @@ def test_a_run_stops_when_no_server_answers_and_continues_where_it_was(root, tar
                 target,
                 where,
                 regeneration.missing(dataset),
-                lambda done, *_: server.__exit__() if done == 8 else None,
+                lambda done, *_: server.__exit__() if done == 4 else None,
             )
     left = regeneration.missing(dataset)
-    assert "held-out" in left or len(left) < 5
-    assert 1 <= len([unit for unit in left if unit != "held-out"]) <= 2
+    assert 1 <= len([unit for unit in left if unit != "held-out"]) <= 3
     with ChatServer(echo) as server:
         where = EndpointsConfig(urls=[server.url])
         regeneration.run_served(dataset, corpus, target, where, left)
     regeneration.seal(dataset)
     assert answers_of(read_rows(dataset, "train")) == sorted(f"QUESTION {i}" for i in range(12))
-    assert len(server.requests) <= 6
+    assert len(server.requests) <= 9
 
 
 # --- what a user can get wrong -----------------------------------------------------------------
