@@ -68,7 +68,7 @@ class PrefectServer:
             capture_output=True,
             text=True,
             check=False,
-            timeout=180,
+            timeout=400,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
