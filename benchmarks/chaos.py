@@ -59,7 +59,7 @@ class Service:
         self.server = PrefectServer(self.folder / "prefect")
         self.server.start()
         os.environ.update(self.server.environment)
-        self.server.deploy("-s", "gpu_runs=2")
+        self.server.deploy("-s", "gpu_runs=2", "-s", "start_minutes=3")
 
     def supervise(self) -> None:
         """Starts each worker that is not running."""

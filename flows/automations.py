@@ -27,15 +27,22 @@ RUN = (
 )
 
 
-def ensure(client: SyncPrefectClient, *, stall_minutes: float, notify: UUID | None) -> list[str]:
+def ensure(
+    client: SyncPrefectClient,
+    *,
+    stall_minutes: float,
+    start_minutes: float,
+    notify: UUID | None,
+) -> list[str]:
     """Creates the automations or brings them up to date. Returns their names.
 
     Args:
         stall_minutes: time without a committed unit after which a running stage counts as stalled.
+        start_minutes: time a worker has from taking a run until it runs.
         notify: id of a notification block; without one, stalls and failures show in the UI only.
     """
     names = []
-    for automation in _automations(stall_minutes, notify):
+    for automation in _automations(stall_minutes, start_minutes, notify):
         known = client.read_automations_by_name(automation.name)
         if known:
             client.update_automation(known[0].id, automation)
@@ -45,7 +52,9 @@ def ensure(client: SyncPrefectClient, *, stall_minutes: float, notify: UUID | No
     return names
 
 
-def _automations(stall_minutes: float, notify: UUID | None) -> list[AutomationCore]:
+def _automations(
+    stall_minutes: float, start_minutes: float, notify: UUID | None
+) -> list[AutomationCore]:
     return [
         AutomationCore(
             name="dflash: dead runs count as crashed",
@@ -63,6 +72,25 @@ def _automations(stall_minutes: float, notify: UUID | None) -> list[AutomationCo
             actions=[
                 ChangeFlowRunState(
                     state=StateType.CRASHED, message="no heartbeat: process or machine is gone"
+                )
+            ],
+        ),
+        AutomationCore(
+            name="dflash: runs that never start count as crashed",
+            description=f"A worker took the run and died before it ran; {start_minutes:g} minutes tell.",
+            trigger=EventTrigger(
+                after={"prefect.flow-run.Pending", "prefect.flow-run.Submitting"},
+                expect={"prefect.flow-run.*"},
+                match={"prefect.resource.id": "prefect.flow-run.*"},
+                match_related=_tagged("dflash"),
+                for_each={"prefect.resource.id"},
+                posture=Posture.Proactive,
+                threshold=1,
+                within=timedelta(minutes=start_minutes),
+            ),
+            actions=[
+                ChangeFlowRunState(
+                    state=StateType.CRASHED, message="a worker took it, but it never started"
                 )
             ],
         ),

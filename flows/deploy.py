@@ -59,6 +59,9 @@ class Setup(Config):
     """Slug of a notification block, such as slack-webhook/ops, for stalls and failures."""
     stall_minutes: float = Field(default=30, gt=0)
     """Minutes without a committed unit after which a stage counts as stalled."""
+    start_minutes: float = Field(default=15, gt=0)
+    """Minutes from a worker's taking a run to its running, pull of an image included; after that it counts as
+    crashed, because the worker died in between."""
 
 
 def deploy(setup: Setup) -> Iterator[str]:
@@ -84,7 +87,12 @@ def deploy(setup: Setup) -> Iterator[str]:
         from flows import automations
 
         notify = _notification(client, setup.notify) if setup.notify else None
-        names = automations.ensure(client, stall_minutes=setup.stall_minutes, notify=notify)
+        names = automations.ensure(
+            client,
+            stall_minutes=setup.stall_minutes,
+            start_minutes=setup.start_minutes,
+            notify=notify,
+        )
         yield from (f"automation {name!r}" for name in names)
     yield from _deployments(setup)
 

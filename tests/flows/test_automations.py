@@ -59,7 +59,7 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
     working, stalled = str(uuid.uuid4()), str(uuid.uuid4())
     with get_client(sync_client=True) as client:
         try:
-            automations.ensure(client, stall_minutes=0.25, notify=block_id)
+            automations.ensure(client, stall_minutes=0.25, start_minutes=15, notify=block_id)
             time.sleep(5)  # the server reads its automations anew
             with tags("dflash"), pytest.raises(InputError):
                 fails(StageParams(root=str(tmp_path)))
@@ -71,7 +71,7 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
                 events.emit(events.COMMITTED, working, done=1, total=2)
             events.emit(events.ENDED, working)
         finally:
-            automations.ensure(client, stall_minutes=30, notify=None)
+            automations.ensure(client, stall_minutes=30, start_minutes=15, notify=None)
     failed = [text for text in texts if "run failed" in text]
     assert len(failed) == 1
     assert "rows.jsonl has no column 'messages'" in failed[0]
