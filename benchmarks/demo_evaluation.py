@@ -28,13 +28,14 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--trees", type=int, nargs="*", default=[16])
+    parser.add_argument("--weights", nargs="*", default=["int8", "fp8"], help="exports to compare")
     parser.add_argument("--picture", type=Path, help="where to copy acceptance.png")
     options = parser.parse_args()
     params = load_params(PipelineParams, options.config, [f"root={options.root}"])
     root = Storage.from_url(params.root)
     run = _finished_run(root, params.name)
     corpus = next(parent for parent in lineage(run) if parent.stage == "corpora")
-    compare = [_exported(root, run, params, weights) for weights in ("int8", "fp8")]
+    compare = [_exported(root, run, params, weights) for weights in options.weights]
     config = EvaluateConfig(
         num_prompts=options.prompts,
         num_untrained_prompts=params.evaluate.num_untrained_prompts,
