@@ -47,7 +47,7 @@ def open_store(root: Storage, path: str) -> Dataset:
     return dataset
 
 
-# Measured on hidden states; see docs/store.md.
+# How much smaller a codec makes the states of real models, from small measurements; real stores will differ.
 _SHRINKS = {
     ("bfloat16", "lz4"): 1.2,
     ("bfloat16", "zstd"): 1.39,
