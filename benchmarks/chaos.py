@@ -242,7 +242,8 @@ def run(
                 if crashed_at and time.monotonic() - crashed_at > PATIENCE_S:
                     retry(service, run_id)
                     yield stamp("crashed and not started again: retried by hand")
-                if victims and time.monotonic() > next_kill:
+                working = processes_of(service.server.folder, *RUNS)
+                if victims and working and time.monotonic() > next_kill:
                     what = service.kill(victims.pop(), chance)
                     done = rounds - len(victims)
                     yield stamp(f"round {done}: killed {what}")
