@@ -96,7 +96,9 @@ def _lines(output: IO[str]) -> Iterator[str]:
 
 
 def _say(message: dict) -> None:
-    print(_MARK + json.dumps(message), flush=True)
+    # With its newline in one write: ranks share the pipe, and two may have something to say at once.
+    sys.stdout.write(f"{_MARK}{json.dumps(message)}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
