@@ -38,11 +38,11 @@ def test_an_evaluation_is_shown_held_against_a_server_and_exported(prefect_serve
         )
     )
     rows = json.loads(Artifact.get("evaluate-summary").data)
-    assert [(row["drafter"], row["mode"]) for row in rows] == [
+    assert {(row["drafter"], row["mode"]) for row in rows} == {
         ("untrained", "greedy, thinking off"),
         ("trained", "greedy, thinking off"),
         ("trained", "temperature 1, thinking off"),
-    ]
+    }
     assert "# Evaluation of demo" in str(Artifact.get("evaluate-report").data)
     assert str(Artifact.get("evaluate-acceptance").data).startswith("data:image/png;base64,")
 
