@@ -56,43 +56,19 @@ def _automations(
     stall_minutes: float, start_minutes: float, notify: UUID | None
 ) -> list[AutomationCore]:
     return [
-        AutomationCore(
-            name="dflash: dead runs count as crashed",
-            description="A machine that goes away takes worker and run along; only heartbeats tell.",
-            trigger=EventTrigger(
-                after={"prefect.flow-run.heartbeat"},
-                expect={"prefect.flow-run.*"},
-                match={"prefect.resource.id": "prefect.flow-run.*"},
-                match_related=_tagged("dflash"),
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=timedelta(seconds=HEARTBEATS_MISSED_S),
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    state=StateType.CRASHED, message="no heartbeat: process or machine is gone"
-                )
-            ],
+        _silent_is_crashed(
+            "dflash: dead runs count as crashed",
+            "A machine that goes away takes worker and run along; only heartbeats tell.",
+            after={"prefect.flow-run.heartbeat"},
+            within=timedelta(seconds=HEARTBEATS_MISSED_S),
+            message="no heartbeat: process or machine is gone",
         ),
-        AutomationCore(
-            name="dflash: runs that never start count as crashed",
-            description=f"A worker took the run and died before it ran; {start_minutes:g} minutes tell.",
-            trigger=EventTrigger(
-                after={"prefect.flow-run.Pending", "prefect.flow-run.Submitting"},
-                expect={"prefect.flow-run.*"},
-                match={"prefect.resource.id": "prefect.flow-run.*"},
-                match_related=_tagged("dflash"),
-                for_each={"prefect.resource.id"},
-                posture=Posture.Proactive,
-                threshold=1,
-                within=timedelta(minutes=start_minutes),
-            ),
-            actions=[
-                ChangeFlowRunState(
-                    state=StateType.CRASHED, message="a worker took it, but it never started"
-                )
-            ],
+        _silent_is_crashed(
+            "dflash: runs that never start count as crashed",
+            f"A worker took the run and died before it ran; {start_minutes:g} minutes tell.",
+            after={"prefect.flow-run.Pending", "prefect.flow-run.Submitting"},
+            within=timedelta(minutes=start_minutes),
+            message="a worker took it, but it never started",
         ),
         AutomationCore(
             name="dflash: crashed runs start again",
@@ -147,6 +123,27 @@ def _automations(
             actions=[_tell(notify, "DFlash: run failed", RUN)],
         ),
     ]
+
+
+def _silent_is_crashed(
+    name: str, description: str, *, after: set[str], within: timedelta, message: str
+) -> AutomationCore:
+    """A run of which nothing is heard for that long after one of these events counts as crashed."""
+    return AutomationCore(
+        name=name,
+        description=description,
+        trigger=EventTrigger(
+            after=after,
+            expect={"prefect.flow-run.*"},
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related=_tagged("dflash"),
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=within,
+        ),
+        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
+    )
 
 
 def _tagged(tag: str) -> dict[str, str]:

@@ -146,8 +146,9 @@ class Session:
     def steps(self, messages: list[dict], decoding: Decoding, seed: int) -> Iterator[Step]:
         """The answer to a conversation, step by step."""
         from dflash_core.decode import speculate_steps
+        from dflash_core.evaluation_prompts import encode_prompt
 
-        prompt = self.chat.encode(self.chat.render(messages, None, prompt=True))
+        prompt = encode_prompt(self.chat, messages, None)
         return speculate_steps(
             self.model,
             self.drafter,

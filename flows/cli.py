@@ -127,6 +127,11 @@ def run_flow(module: str, params: models.StageParams) -> Any:
     return flow(params)
 
 
+def _named(root: str, target: str) -> list[str]:
+    """The options --root and --target as overrides."""
+    return [f"root={root}"] * bool(root) + [f"target.id={target}"] * bool(target)
+
+
 def _command(name: str, module: str, model: type[BaseModel], text: str) -> None:
     def command(
         config: ConfigFile = None,
@@ -138,8 +143,7 @@ def _command(name: str, module: str, model: type[BaseModel], text: str) -> None:
         if parameters:
             console.print(parameter_table(model))
             return
-        extra = [f"root={root}"] * bool(root) + [f"target.id={target}"] * bool(target)
-        params = load_params(model, config, [*overrides, *extra])
+        params = load_params(model, config, [*overrides, *_named(root, target)])
         result = run_flow(module, params)
         if name != "run":
             console.print(f"{'reused' if result.reused else 'wrote'} {result.url}")
@@ -164,8 +168,7 @@ def plan(
     if parameters:
         console.print(parameter_table(models.PlanParams))
         return
-    extra = [f"root={root}"] * bool(root) + [f"target.id={target}"] * bool(target)
-    params = load_params(models.PlanParams, config, [*overrides, *extra])
+    params = load_params(models.PlanParams, config, [*overrides, *_named(root, target)])
     from dflash_core.manifest import Dataset
     from dflash_core.storage import Storage
     from flows.plan import estimated, rows
