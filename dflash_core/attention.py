@@ -77,6 +77,16 @@ def dense_mask(ranges: KeyRanges, num_rows: int) -> Tensor:
     return torch.cat((rows, slots), dim=1)[None, None]
 
 
+def sequence_masks(ranges: KeyRanges, num_rows: int, block_size: int) -> Tensor:
+    """As `dense_mask`, of blocks that are each behind a sequence of their own: bool [N, 1, K, T + K]."""
+    device, num_slots = ranges.end_row_Q.device, len(ranges.end_row_Q)
+    before_Q = torch.arange(num_slots, device=device) // block_size * block_size
+    slots = torch.arange(block_size, device=device)
+    rows_QT = _inside(torch.arange(num_rows, device=device), ranges.first_row_Q, ranges.end_row_Q)
+    slots_QK = _inside(slots, ranges.first_slot_Q - before_Q, ranges.end_slot_Q - before_Q)
+    return torch.cat((rows_QT, slots_QK), dim=1).unflatten(0, (-1, block_size))[:, None]
+
+
 def _inside(keys_S: Tensor, first_Q: Tensor, end_Q: Tensor) -> Tensor:
     return (keys_S >= first_Q[:, None]) & (keys_S < end_Q[:, None])
 

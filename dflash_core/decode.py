@@ -21,9 +21,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dflash_core.attention import sequence_masks
+from dflash_core.blocks import ranges_by_kind
 from dflash_core.draft_tree import DraftTree, best_first, chain
 from dflash_core.errors import InputError
-from dflash_core.model import SLIDING, Drafter, DrafterShape
+from dflash_core.model import Drafter, DrafterShape
 from dflash_core.row_cache import KeyValues, RowCache, Rows, takes_rows_back, teach_rows
 from dflash_core.sampling import GREEDY, Sampling, accept, draw, probabilities
 from dflash_core.target_cache import Snapshot, cache_name
@@ -194,22 +196,10 @@ def block_masks(
         For each kind of layer, bool [B, 1, K, T + K] with T the most rows, True where a slot may attend;
         context keys first.
     """
-    lengths_B11 = torch.tensor(num_context, device=device)[:, None, None]
-    context_T = torch.arange(max(num_context), device=device)
-    slots_K = torch.arange(shape.block_size, device=device)
-    masks = {}
-    for kind in sorted(set(shape.layer_types)):
-        context_BKT = (context_T < lengths_B11).expand(-1, shape.block_size, -1)
-        block_KK = torch.ones(shape.block_size, shape.block_size, dtype=torch.bool, device=device)
-        if kind == SLIDING:
-            first_BK1 = lengths_B11 + slots_K[:, None] - (shape.sliding_window - 1)
-            context_BKT = context_BKT & (context_T >= first_BK1)
-            block_KK = (slots_K[:, None] - slots_K).abs() < shape.sliding_window
-        if shape.causal_in_block(kind):
-            block_KK = block_KK & (slots_K[:, None] >= slots_K)
-        blocks_BKK = block_KK.expand(len(num_context), -1, -1)
-        masks[kind] = torch.cat((context_BKT, blocks_BKK), dim=2)[:, None]
-    return masks
+    lengths_B = torch.tensor(num_context, device=device)
+    ranges = ranges_by_kind(shape, lengths_B, torch.zeros_like(lengths_B))
+    longest = max(num_context)
+    return {kind: sequence_masks(r, longest, shape.block_size) for kind, r in ranges.items()}
 
 
 # --- the target alone --------------------------------------------------------------------------
