@@ -23,9 +23,10 @@ SETTINGS = {
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     # Needed to notice a machine that went away with worker and flow at once.
     "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
-    # On a CPU that is busy with something else, too, threads that spin while they wait for each other make
-    # everything 3 to 6 times slower; on an idle one it makes no difference worth having.
-    "OMP_WAIT_POLICY": "PASSIVE",
+    # Threads that sleep at once while they wait for each other make small models half as fast; threads that
+    # spin as long as libgomp lets them by default make a CPU that does something else, too, up to 20 times
+    # slower. This is as fast as the default on an idle CPU (benchmarks/training_cpu.py, alone and twice).
+    "GOMP_SPINCOUNT": "10000",
 }
 
 for _name, _value in SETTINGS.items():
