@@ -28,11 +28,13 @@ from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.tasks import exponential_backoff
 from pydantic import BaseModel
 
-from dflash_core.device_work import Job, Workers, devices_of, open_workers
+from dflash_core.device_work import InProcess, Job, Workers, devices_of, open_workers
 from dflash_core.errors import DeviceError, DFlashError, StorageError
 from dflash_core.manifest import Dataset, canonical_json, sha256
+from dflash_core.progress import Progress
 from dflash_core.storage import Storage
 from flows import events
+from flows.compute_thread import on_compute_thread
 from flows.gpu_limits import holding
 from flows.gpu_page import gpus_on_page
 from flows.params import StageParams
@@ -182,7 +184,7 @@ class Stage:
         spans are begun.
 
         Args:
-            job: work that needs the target on a device; the task finds its workers with `workers_of`.
+            job: work that needs the target on a device; the task has it done with `run_units`.
         """
         dataset, left = self._dataset, set(missing) & set(units)
         assert dataset is not None, "has_work comes first"
@@ -254,9 +256,13 @@ def result_key(flow_run_id: str) -> str:
     return f"_prefect/runs/{flow_run_id}.json"
 
 
-def workers_of(path: str) -> Workers:
-    """The open workers of a dataset; for tasks of `Stage.run(..., work=...)`."""
-    return _workers[path]
+def run_units(path: str, units: Sequence, progress: Progress) -> None:
+    """Has the open workers of a dataset do some of its units; for tasks of `Stage.run(..., job=...)`."""
+    workers = _workers[path]
+    if isinstance(workers, InProcess):
+        on_compute_thread(workers.run, units, progress)
+    else:
+        workers.run(units, progress)
 
 
 @contextmanager

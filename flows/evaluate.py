@@ -10,6 +10,7 @@ from dflash_core import evaluation, evaluation_report
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
+from flows.compute_thread import on_compute_thread
 from flows.params import EvaluateParams
 
 
@@ -20,7 +21,8 @@ def evaluate_prompts(params: EvaluateParams, path: str, units: list[str]) -> Non
     dataset, run = Dataset.open(root, path), Dataset.open(root, params.run)
     left = set(evaluation.missing(dataset))
     with progress_on_page("evaluate", f"{units[0]} to {units[-1]}") as progress:
-        evaluation.run(
+        on_compute_thread(
+            evaluation.run,
             dataset,
             run,
             params.target,

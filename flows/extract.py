@@ -10,9 +10,9 @@ from flows._common import (
     Stage,
     StageResult,
     progress_on_page,
+    run_units,
     stage_flow,
     stage_task,
-    workers_of,
 )
 from flows.params import ExtractParams
 
@@ -21,7 +21,7 @@ from flows.params import ExtractParams
 def extract_span(params: ExtractParams, path: str, units: list[int]) -> None:
     """Extracts a span of packs; those with a commit record are passed over."""
     with progress_on_page("extract", f"packs {units[0]} to {units[-1]}") as progress:
-        workers_of(path).run(units, progress)
+        run_units(path, units, progress)
 
 
 @stage_flow

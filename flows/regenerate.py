@@ -11,9 +11,9 @@ from flows._common import (
     Stage,
     StageResult,
     progress_on_page,
+    run_units,
     stage_flow,
     stage_task,
-    workers_of,
 )
 from flows.params import RegenerateParams
 
@@ -31,7 +31,7 @@ def regenerate_part(params: RegenerateParams, path: str, units: list[str]) -> No
                 dataset, corpus, params.target, params.endpoints, units, progress
             )
         else:
-            workers_of(path).run(units, progress)
+            run_units(path, units, progress)
 
 
 @stage_flow

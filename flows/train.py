@@ -11,6 +11,7 @@ from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.charts import chart, fenced
+from flows.compute_thread import on_compute_thread
 from flows.params import TrainParams
 from flows.server import patiently
 
@@ -22,7 +23,9 @@ def train_run(params: TrainParams, path: str, units: list[str]) -> None:
     dataset, hidden = Dataset.open(root, path), Dataset.open(root, params.hidden)
     corpus = Dataset.open(root, params.corpus) if params.corpus else None
     with progress_on_page("train", "steps") as progress:
-        launch.run(dataset, hidden, params.target, params.runtime, progress, corpus)
+        on_compute_thread(
+            launch.run, dataset, hidden, params.target, params.runtime, progress, corpus
+        )
 
 
 @stage_flow
