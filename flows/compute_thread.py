@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -21,5 +22,5 @@ _THREAD = ThreadPoolExecutor(1, thread_name_prefix="compute")
 
 def on_compute_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     """Calls `function` there, in the caller's context; returns or raises what it does. Not to be nested."""
-    context = contextvars.copy_context()
-    return _THREAD.submit(context.run, function, *args, **kwargs).result()
+    call: Callable[[], R] = partial(contextvars.copy_context().run, function, *args, **kwargs)
+    return _THREAD.submit(call).result()

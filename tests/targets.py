@@ -77,9 +77,11 @@ def save(folder: Path, model: Any, *, template: str | None = CHATML) -> TargetCo
     generator = torch.Generator().manual_seed(0)
     std = 0.3 * (32 / model.config.get_text_config().hidden_size) ** 0.5
     with torch.no_grad():
-        for tensor in model.parameters():
+        for name, tensor in model.named_parameters():
             if tensor.ndim >= 2:
                 tensor.normal_(0, std, generator=generator)
+            elif name.endswith("A_log"):  # the decay rates, which Transformers draws unseeded
+                tensor.uniform_(1, 16, generator=generator).log_()
     model.save_pretrained(folder)
     save_tokenizer(folder, template=template)
     return TargetConfig(id=str(folder), dtype="float32")

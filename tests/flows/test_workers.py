@@ -49,8 +49,6 @@ def same_bytes(ours: Dataset, theirs: Dataset) -> bool:
     return all(ours.read_pack(i)[1].equal(theirs.read_pack(i)[1]) for i in range(ours.num_packs))
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.xfail(reason="not seen to pass since the automations changed", strict=False)
 def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
     prefect_server, client, target, tmp_path
 ):
@@ -102,11 +100,6 @@ def test_a_run_crashes_is_cancelled_is_retried_and_keeps_what_it_committed(
         end(worker, signal.SIGTERM)
 
 
-# Last in the file, because a process that it leaves is in the way of the test above.
-@pytest.mark.timeout(240)
-@pytest.mark.xfail(
-    reason="waited without end in one of two runs; why is not known yet", strict=False
-)
 def test_workers_share_a_stage_and_one_dies_and_comes_back(
     prefect_server, client, s3_url, target, tmp_path
 ):
