@@ -378,8 +378,10 @@ class Runtime(Config):
     """Conversations answered together by a local target."""
     writer_threads: int = Field(default=4, ge=1)
     """Threads that encode and upload hidden states."""
-    prefetch_packs: int = Field(default=2, ge=1)
-    """Packs read ahead of training."""
+    reader_threads: int = Field(default=4, ge=1)
+    """Threads that read packs ahead of training, one each."""
+    prefetch_bytes: int = Field(default=4 * 2**30, ge=0)
+    """Host memory for packs read ahead of training; at least one pack."""
     cache_folder: str = ""
     """Folder on a local disk that keeps what training reads from a bucket, for later epochs; empty keeps nothing."""
     cache_bytes: int = Field(default=500 * 10**9, ge=0)

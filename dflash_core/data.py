@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash_core.config import Runtime
 from dflash_core.packing import Pack
 
 CPU = torch.device("cpu")
@@ -28,6 +29,11 @@ class PackReader(Protocol):
 
     @property
     def num_packs(self) -> int: ...
+
+    @property
+    def pack_bytes(self) -> int:
+        """Memory of one pack's hidden states."""
+        ...
 
     def read_pack(self, index: int) -> tuple[Pack, Tensor]:
         """The pack and its hidden states, bfloat16 [T, L, H]."""
@@ -90,16 +96,21 @@ def visits(
         yield from held
 
 
+def packs_ahead(store: PackReader, runtime: Runtime) -> int:
+    """Packs to read ahead: one for each thread, within `Runtime.prefetch_bytes`, at least one."""
+    return max(1, min(runtime.reader_threads, runtime.prefetch_bytes // store.pack_bytes))
+
+
 @contextmanager
 def read_ahead(
     store: PackReader,
     indices: Iterable[int],
-    prefetch_packs: int,
+    num_ahead: int,
     device: torch.device = CPU,
 ) -> Generator[Iterator[tuple[Pack, Tensor]]]:
     """An iterator over the packs `indices`, in order, that threads read before they are asked for.
 
-    At most `prefetch_packs` packs are read or being read beyond the one in use. An error of a reader
+    At most `num_ahead` packs are read or being read beyond the one in use. An error of a reader
     is raised where its pack would have come. Leaving the context drops what nobody asked for.
 
     The readers also copy the states to a GPU, each on a stream of its own from page-locked memory, so
@@ -115,9 +126,9 @@ def read_ahead(
             stream.synchronize()
         return pack, hidden_TLH
 
-    pool = ThreadPoolExecutor(prefetch_packs, thread_name_prefix="read-pack")
+    pool = ThreadPoolExecutor(num_ahead, thread_name_prefix="read-pack")
     try:
-        yield _in_order(pool, read, iter(indices), prefetch_packs)
+        yield _in_order(pool, read, iter(indices), num_ahead)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
@@ -126,7 +137,7 @@ def _in_order(
     pool: ThreadPoolExecutor,
     read: Callable[[int], tuple[Pack, Tensor]],
     indices: Iterator[int],
-    prefetch_packs: int,
+    num_ahead: int,
 ) -> Iterator[tuple[Pack, Tensor]]:
     waiting: deque[Future] = deque()
 
@@ -135,7 +146,7 @@ def _in_order(
             waiting.append(pool.submit(read, index))
             return
 
-    for _ in range(prefetch_packs):
+    for _ in range(num_ahead):
         submit_next()
     while waiting:
         pack, hidden_TLH = waiting.popleft().result()

@@ -550,6 +550,12 @@ class HiddenStates:
         return self.layout.pack_tokens
 
     @property
+    def pack_bytes(self) -> int:
+        """Memory of the hidden states that `read_pack` returns, in bytes."""
+        layout = self.layout
+        return layout.pack_tokens * layout.num_taps * layout.hidden_size * 2  # bfloat16
+
+    @property
     def hidden_size(self) -> int:
         return self.layout.hidden_size
 

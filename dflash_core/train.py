@@ -39,6 +39,7 @@ from dflash_core.checkpoint import (
 from dflash_core.config import DrafterConfig, EvaluateConfig, Runtime, TargetConfig, TrainConfig
 from dflash_core.data import (
     PackReader,
+    packs_ahead,
     packs_of_step,
     read_ahead,
     reads,
@@ -179,7 +180,7 @@ def _train(
     logs = TrainingLog(runtime if is_first else Runtime(), dataset.path)
     with (
         closing(logs),
-        read_ahead(store, order, runtime.prefetch_packs, trainer.device) as packs,
+        read_ahead(store, order, packs_ahead(store, runtime), trainer.device) as packs,
     ):
         visited = visits(packs, steps, trainer.num_packs, again)
         for step in steps:

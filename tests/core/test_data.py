@@ -6,8 +6,10 @@ import time
 import pytest
 import torch
 
+from dflash_core.config import Runtime
 from dflash_core.data import (
     epoch_order,
+    packs_ahead,
     packs_of_step,
     read_ahead,
     reads,
@@ -19,7 +21,7 @@ from tests.drafters import make_pack
 class Packs:
     """A store in memory that notes what it was asked for, and when it breaks."""
 
-    num_packs = 5
+    num_packs, pack_bytes = 5, 100
 
     def __init__(self, broken=()):
         self.asked, self.broken, self.lock = [], broken, threading.Lock()
@@ -60,6 +62,15 @@ def test_packs_come_in_the_order_asked_for_and_are_read_ahead_within_bounds():
             assert hidden.shape == (8, 1, 2)
             assert len(store.asked) <= taken + 1 + 2
     assert len(store.asked) == len(order)
+
+
+@pytest.mark.parametrize(
+    ("threads", "memory", "ahead"),
+    [(4, 1000, 4), (4, 250, 2), (4, 199, 1), (4, 0, 1), (1, 1000, 1)],
+)
+def test_reading_ahead_takes_no_more_memory_than_was_given(threads, memory, ahead):
+    runtime = Runtime(reader_threads=threads, prefetch_bytes=memory)
+    assert packs_ahead(Packs(), runtime) == ahead
 
 
 def test_an_error_of_a_reader_is_raised_where_its_pack_would_have_come():

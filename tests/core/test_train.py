@@ -42,7 +42,7 @@ from tests.drafters import make_blocks, make_pack, random_taps, tiny_drafter, ti
 from tests.runs import make_row, question, sealed_corpus
 
 CLOCKS = {"tokens_per_s", "wait_s"}
-CPU = Runtime(device="cpu", prefetch_packs=2)
+CPU = Runtime(device="cpu", reader_threads=2)
 
 
 def make_trainer(drafter, **changes):
