@@ -39,7 +39,6 @@ _WINDOW_BYTES, _WINDOWS = 2**20, 64
 _FAST_TOKENIZER = ("tokenizer.json",)
 _SLOW_TOKENIZER = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _GDN_FUNCTIONS = (
     "torch_chunk_gated_delta_rule",
     "torch_recurrent_gated_delta_rule",
