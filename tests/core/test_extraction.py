@@ -576,7 +576,9 @@ def test_the_packed_path_gives_the_states_of_single_samples(root, tmp_path, monk
         pack, hidden = HiddenStates.open(dataset).read_pack(index)
         with torch.inference_mode():
             extractor._forward(pack, padded)
-        torch.testing.assert_close(hidden.float(), padded.float(), rtol=2**-7, atol=1e-3)
+        # By row: kernels sum in another order, and what reads a neighbour is wrong as a whole.
+        error = (hidden.float() - padded.float()).norm(dim=-1)
+        assert (error <= 0.01 * padded.float().norm(dim=-1)).all()
 
 
 def test_the_packed_path_is_only_for_what_it_was_checked_with(tmp_path):
