@@ -222,6 +222,8 @@ class Stage:
                 futures[-1].add_done_callback(partial(ended, news=news))
             for future in futures:
                 future.result()
+            for _ in range(width):
+                slots.acquire()  # what is shown at the end is told by callbacks, which may still run
 
     def publish(self, table: list[dict] | None = None) -> StageResult:
         """The stage's table on the run's page, a line in its log, and what the next stage needs."""
