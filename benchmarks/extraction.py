@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from dflash_core import extraction, tokenization
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig
@@ -130,16 +131,19 @@ def make_body(target: TargetConfig, depth: int, device: torch.device) -> Any:
     return body
 
 
-def make_tokens(
-    root: Storage, target: TargetConfig, num_packs: int, pack_tokens: int, median: float
-) -> Dataset:
-    """Random tokens in samples of realistic lengths: log-normal, 16 to 4,096."""
-    rng = np.random.default_rng(0)
+def realistic_lengths(num_packs: int, pack_tokens: int, median: float) -> np.ndarray:
+    """Log-normal, 16 to 4,096."""
     count = int(num_packs * pack_tokens / median)
-    lengths = np.clip(rng.lognormal(np.log(median), 0.8, count), 16, min(4096, pack_tokens))
-    lengths = lengths.astype(np.int64)[
-        : np.searchsorted(np.cumsum(lengths), num_packs * pack_tokens)
-    ]
+    lengths = np.random.default_rng(0).lognormal(np.log(median), 0.8, count)
+    lengths = np.clip(lengths, 16, min(4096, pack_tokens)).astype(np.int64)
+    return lengths[: np.searchsorted(np.cumsum(lengths), num_packs * pack_tokens)]
+
+
+def make_tokens(
+    root: Storage, target: TargetConfig, lengths: np.ndarray, pack_tokens: int
+) -> Dataset:
+    """Random tokens in samples of these lengths, all of them supervised."""
+    rng = np.random.default_rng(0)
     pack, row, num_packs = plan_packs(lengths, pack_tokens)
     order = np.lexsort((row, pack))
     total = int(lengths.sum())
@@ -153,7 +157,7 @@ def make_tokens(
         "contract": {**{name: identity[name] for name in names}, "thinking": False},
     }
     arrays = {
-        "input_ids": rng.integers(0, 5000, total).astype(np.uint32),
+        "input_ids": rng.integers(0, 500, total).astype(np.uint32),
         "loss_mask": np.ones(total, np.uint8),
         "offset": np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64),
         "pack": pack[order],
@@ -175,20 +179,50 @@ def make_tokens(
 
 def rate(forward: Callable[[Pack], None], packs: list[Pack], device: torch.device) -> float:
     """Tokens per second of forwards alone, after one that is not counted."""
+    return pace(lambda: [forward(pack) for pack in packs], sum(p.num_tokens for p in packs), device)
+
+
+def pace(work: Callable[[], object], num_tokens: int, device: torch.device) -> float:
+    """Tokens per second, after one time that is not counted."""
     with torch.inference_mode():
-        forward(packs[0])
+        work()
         _synchronize(device)
         began = time.perf_counter()
-        for pack in packs:
-            forward(pack)
+        work()
         _synchronize(device)
-    return sum(pack.num_tokens for pack in packs) / (time.perf_counter() - began)
+    return num_tokens / (time.perf_counter() - began)
 
 
 def padded(body: Any, pack: Pack, device: torch.device, batch_tokens: int = 16_384) -> None:
     """Right-padded batches of similar length, as Transformers runs them."""
     for ids_BS, _, _ in padded_batches(pack, batch_tokens):
         body(input_ids=ids_BS.to(device), use_cache=False)
+
+
+def sample_by_sample(
+    body: Any, samples: list[Tensor], layer_ids: list[int], batch: int, device: torch.device
+) -> None:
+    """What ad-hoc scripts do: batches as they come, right-padded to the longest, `output_hidden_states`, and
+    every sample and tap copied to the host by itself."""
+    for first in range(0, len(samples), batch):
+        part = samples[first : first + batch]
+        ids_BS = torch.nn.utils.rnn.pad_sequence(part, batch_first=True).to(device)
+        states = body(input_ids=ids_BS, use_cache=False, output_hidden_states=True).hidden_states
+        for row, ids in enumerate(part):
+            for layer in layer_ids:
+                states[layer + 1][row, : len(ids)].cpu()
+
+
+def draw_samples(packs: list[Pack], count: int) -> list[Tensor]:
+    """Token ids of samples drawn from these packs, which are sorted by length."""
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(count):
+        pack = packs[rng.integers(len(packs))]
+        sample = rng.integers(len(pack.length))
+        rows = slice(pack.start[sample], pack.start[sample] + pack.length[sample])
+        drawn.append(torch.from_numpy(pack.input_ids[rows].astype(np.int64)))
+    return drawn
 
 
 class Janitor:
@@ -244,9 +278,8 @@ class Setting:
         target = make_target(Path(options.store) / "target", options.shape)
         dtype = "bfloat16" if device.type == "cuda" else "float32"
         target = target.model_copy(update={"dtype": dtype})
-        tokens = make_tokens(
-            root, target, options.packs, options.pack_tokens, options.median_tokens
-        )
+        lengths = realistic_lengths(options.packs, options.pack_tokens, options.median_tokens)
+        tokens = make_tokens(root, target, lengths, options.pack_tokens)
         dataset = extraction.plan(root, "benchmark", tokens, target, ExtractConfig(chunk_rows=256))
         return cls(device, target, tokens, dataset)
 
@@ -262,8 +295,14 @@ def baselines(setting: Setting) -> Iterator[tuple[str, float]]:
     # Packs are filled longest sample first: take them from all over the plan.
     chosen = np.linspace(0, source.num_packs - 1, min(6, source.num_packs)).astype(int).tolist()
     packs = [source.read_pack(index) for index in chosen]
-    how = "right-padded batches, nothing stored"
-    yield how, rate(lambda p: padded(body, p, device), packs[-1:], device)
+    layer_ids = extraction.read_contract(setting.dataset)["target_layer_ids"]
+    samples = draw_samples(packs, 96)
+    num_tokens = sum(map(len, samples))
+    for how, batch in (("one sample a forward", 1), ("batches of 16 as they come", 16)):
+        work = partial(sample_by_sample, body, samples, layer_ids, batch, device)
+        yield f"{how}, output_hidden_states", pace(work, num_tokens, device)
+    how = "batches of similar length, nothing stored"
+    yield how, rate(lambda p: padded(body, p, device), packs[:1], device)
     if can_pack(body, device, torch.bfloat16):
         enable_packing(body)
         yield (
@@ -276,8 +315,22 @@ def baselines(setting: Setting) -> Iterator[tuple[str, float]]:
         yield how, rate(lambda p: packed_forward(body, p, device), packs * 2, device)
 
 
-def extract(setting: Setting, options: argparse.Namespace, start: Callable[[], None]) -> dict:
-    """The timed run over this process's share of the packs; `start` is called when all is warm."""
+def print_profile(how: str, setting: Setting) -> None:
+    """Device time of one packed forward by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    source = Tokens.open(setting.tokens)
+    pack = source.read_pack(source.num_packs // 2)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        packed_forward(setting.body, pack, setting.device)
+        _synchronize(setting.device)
+    averages = profiled.key_averages()
+    print(f"{how}, kernels of a forward over {pack.num_tokens:,} tokens:")
+    print(averages.table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=80))
+
+
+def warmed_up(setting: Setting, options: argparse.Namespace) -> Callable[[], dict]:
+    """The timed run over this process's share of the packs, after checks, compilation and a first round."""
     share, of = map(int, options.share.split("/"))
     packs = list(range(Tokens.open(setting.tokens).num_packs))[share::of]
     runtime = Runtime(device=options.device, writer_threads=options.writers, slow_kernels=True)
@@ -287,18 +340,21 @@ def extract(setting: Setting, options: argparse.Namespace, start: Callable[[], N
     warm = Janitor(dataset, packs)
     rate = extractor.extract(packs, warm)["tokens_per_s"]
     rounds = max(1, round(options.seconds * rate / warm.num_tokens))
-    start()
-    janitor, cpu = Janitor(dataset, packs), time.process_time()
-    numbers = extractor.extract(packs * rounds, janitor)
-    return {
-        "tokens_per_s": janitor.num_tokens / janitor.seconds,
-        "minutes": [round(value) for value in janitor.minutes()],
-        "seconds": janitor.seconds,
-        "cores": (time.process_time() - cpu) / janitor.seconds,
-        "gb_per_s": janitor.num_tokens * read_layout(dataset).row_bytes / janitor.seconds / 1e9,
-        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-        "numbers": numbers,
-    }
+
+    def run() -> dict:
+        janitor, cpu = Janitor(dataset, packs), time.process_time()
+        numbers = extractor.extract(packs * rounds, janitor)
+        return {
+            "tokens_per_s": janitor.num_tokens / janitor.seconds,
+            "minutes": [round(value) for value in janitor.minutes()],
+            "seconds": janitor.seconds,
+            "cores": (time.process_time() - cpu) / janitor.seconds,
+            "gb_per_s": janitor.num_tokens * read_layout(dataset).row_bytes / janitor.seconds / 1e9,
+            "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "numbers": numbers,
+        }
+
+    return run
 
 
 def run_one(options: argparse.Namespace) -> None:
@@ -316,7 +372,9 @@ def run_one(options: argparse.Namespace) -> None:
 
     for how, tokens_per_s in () if options.skip_baselines else baselines(setting):
         add(how, tokens_per_s)
-    result = extract(setting, options, lambda: None)
+        if options.profile and how.startswith("packed"):
+            print_profile(how, setting)
+    result = warmed_up(setting, options)()
     add("extraction: taps, copy, encode, write, commit", result["tokens_per_s"])
     Console(width=100).print(table)
     print("tokens/s of every minute:", *(f"{value:,}" for value in result["minutes"]))
@@ -328,14 +386,27 @@ def run_one(options: argparse.Namespace) -> None:
 
 
 def run_many(options: argparse.Namespace) -> None:
-    """One process for each GPU on one store, for each number of processes asked for."""
+    """One process for each GPU on one store; as many of them work at once as each number asked for."""
     Setting.make(options)
-    table = Table("processes", "tokens/s each", "in all", "scaling", "host cores", "GB/s", box=None)
-    first = None
+    children = [
+        start_share(index, max(options.processes)) for index in range(max(options.processes))
+    ]
+    for child in children:
+        assert any(line.startswith("ready") for line in child.stdout), "a process ended early"
+    found: dict[int, list[dict]] = {}
     for count in options.processes:
-        results = _together(count)
+        for child in children[:count]:
+            child.stdin.write("go\n")
+            child.stdin.flush()
+        found[count] = [json.loads(child.stdout.readline()) for child in children[:count]]
+        print(count, json.dumps(found[count]), flush=True)
+    for child in children:
+        child.communicate()
+    table = Table("processes", "tokens/s each", "in all", "scaling", "host cores", "GB/s", box=None)
+    fewest = min(found)
+    first = sum(result["tokens_per_s"] for result in found[fewest]) / fewest
+    for count, results in sorted(found.items()):
         total = sum(result["tokens_per_s"] for result in results)
-        first = first or total / count
         table.add_row(
             f"{count}",
             " ".join(f"{result['tokens_per_s']:,.0f}" for result in results),
@@ -347,30 +418,19 @@ def run_many(options: argparse.Namespace) -> None:
     Console(width=120).print(table)
 
 
-def _together(count: int) -> list[dict]:
-    """Results of `count` children of this command that begin their timed run at the same moment."""
-    children = []
-    for index in range(count):
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(index)}
-        command = [sys.executable, *sys.argv, "--share", f"{index}/{count}"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        children.append(subprocess.Popen(command, env=environment, **pipes))
-    for child in children:
-        assert any(line.startswith("ready") for line in child.stdout), "a process ended early"
-    for child in children:
-        child.stdin.write("go\n")
-        child.stdin.flush()
-    return [json.loads(child.communicate()[0].splitlines()[-1]) for child in children]
+def start_share(index: int, of: int) -> subprocess.Popen:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(index)}
+    command = [sys.executable, *sys.argv, "--share", f"{index}/{of}"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **pipes)
 
 
 def run_share(options: argparse.Namespace) -> None:
-    """A child of `run_many`."""
-
-    def start() -> None:
-        print("ready", flush=True)
-        sys.stdin.readline()
-
-    print(json.dumps(extract(Setting.make(options), options, start)))
+    """A child of `run_many`: warms up, then works once for every line."""
+    run = warmed_up(Setting.make(options), options)
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        print(json.dumps(run()), flush=True)
 
 
 def main() -> None:
@@ -384,6 +444,7 @@ def main() -> None:
     parser.add_argument("--median-tokens", type=float, default=256, help="of a sample")
     parser.add_argument("--writers", type=int, default=4)
     parser.add_argument("--skip-baselines", action="store_true")
+    parser.add_argument("--profile", action="store_true", help="kernels of the packed forwards")
     parser.add_argument(
         "--processes", type=int, nargs="+", help="one for each GPU: 1 2 4 8 compares these"
     )

@@ -1,14 +1,14 @@
 """One training step of three trainers on the same work and machine: seconds and memory, as a table.
 
-    python benchmarks/training.py                      # a GPU: the drafter for Qwen3.6-27B
-    python benchmarks/training.py --tiny               # a CPU: shapes that only show that it runs
-    python benchmarks/training.py --runs ours:512 ours:2048 --profile
-    python benchmarks/training.py --runs ours:512 ours-replicated:512 ours-sharded:512    # two GPUs
+    python -m benchmarks.training                      # a GPU: the drafter for Qwen3.6-27B
+    python -m benchmarks.training --tiny               # a CPU: shapes that only show that it runs
+    python -m benchmarks.training --runs ours:512 ours:2048 --trace /tmp/step.json.gz
+    python -m benchmarks.training --runs ours:512 ours-replicated:512 ours-sharded:512    # all GPUs
 
 speculators and SpecForge need what tests/core/test_peers_speculators.py says. Each run is a process of
 its own, on random data that is already on the device: 8 documents in one pack, every token supervised,
 cross-entropy, AdamW with float32 weights and bfloat16 products. SpecForge knows no packs and gets the
-documents as a batch.
+documents as a batch. With --store ours reads packs from a store there (420 MB each), as training does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,8 @@ class Case:
     head_dim: int = 128
     vocab: int = 248_320
     window: int = 2048
+    store: str = ""
+    """Root URL of the packs that are read; none reads nothing and has one pack on the device."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -60,16 +64,73 @@ class Case:
         return torch.randint(0, self.vocab - 1, (self.rows,), device=self.device)
 
 
-def ours(case: Case, ranks: Any = None, *, sharded: bool = False) -> Callable[[], object]:
+@contextmanager
+def packs_on_device(case: Case) -> Iterator[Iterator]:
+    """The same pack, again and again."""
+    from dflash_core.packing import Pack
+
+    length = case.rows // case.documents
+    pack = Pack(
+        index=0,
+        input_ids=case.token_ids().cpu().numpy().astype(np.uint32),
+        loss_mask=np.ones(case.rows, dtype=np.uint8),
+        start=np.arange(case.documents, dtype=np.int32) * length,
+        length=np.full(case.documents, length, dtype=np.int32),
+        samples=np.arange(case.documents, dtype=np.int32),
+    )
+    yield itertools.repeat((pack, case.randn(case.rows, TAPS, case.hidden)))
+
+
+@contextmanager
+def packs_from_store(case: Case, ranks: Any) -> Iterator[Iterator]:
+    """Packs of `make_store`, as a training run reads them."""
+    from dflash_core.config import Runtime
+    from dflash_core.data import packs_ahead, read_ahead, reads
+    from dflash_core.hidden_states import HiddenStates
+
+    store = HiddenStates.open(make_store(case))
+    share, device = slice(ranks.rank, None, ranks.size), torch.device(case.device)
+    order = reads(0, range(10_000), ranks.size, store.num_packs, 1, share)
+    with read_ahead(store, order, packs_ahead(store, Runtime()), device) as packs:
+        yield packs
+
+
+def make_store(case: Case, num_packs: int = 8) -> Any:
+    """A sealed store of random states, written when it is not there."""
+    from benchmarks.extraction import make_target, make_tokens
+    from dflash_core import extraction
+    from dflash_core.config import ExtractConfig
+    from dflash_core.hidden_states import check_rows, read_layout, write_pack
+    from dflash_core.storage import Storage
+    from dflash_core.tokenization import Tokens
+
+    root = Storage.from_url(case.store)
+    shape = "27b" if case.hidden == 5120 else "tiny"
+    target = make_target(Path(case.store) / "target", shape)
+    lengths = np.full(case.documents * num_packs, case.rows // case.documents)
+    tokens = make_tokens(root, target, lengths, case.rows)
+    dataset = extraction.plan(root, "benchmark", tokens, target, ExtractConfig())
+    layout, source = read_layout(dataset), Tokens.open(tokens)
+    for index in extraction.missing(dataset):
+        pack = source.read_pack(index)
+        generator = torch.Generator().manual_seed(index)
+        states = torch.randn(case.rows, TAPS, case.hidden, generator=generator).bfloat16()
+        write_pack(dataset, layout, pack, states, check_rows(pack, states), {})
+    if not dataset.complete:
+        extraction.seal(dataset)
+    return dataset
+
+
+def ours(
+    case: Case, packs: Iterator, ranks: Any = None, *, sharded: bool = False
+) -> Callable[[], object]:
     """One step of `dflash_core.train.Trainer`, with clipping, checks and metrics; a pack for each rank."""
     from dflash_core.config import TrainConfig
     from dflash_core.model import Drafter, DrafterShape
-    from dflash_core.packing import Pack
     from dflash_core.ranks import ALONE
     from dflash_core.train import Trainer
 
     ranks = ranks or ALONE
-
     shape = DrafterShape(
         hidden_size=case.hidden,
         num_hidden_layers=case.layers,
@@ -89,15 +150,6 @@ def ours(case: Case, ranks: Any = None, *, sharded: bool = False) -> Callable[[]
     )
     with torch.device(case.device):
         drafter = Drafter(shape)
-    length = case.rows // case.documents
-    pack = Pack(
-        index=0,
-        input_ids=case.token_ids().cpu().numpy().astype(np.uint32),
-        loss_mask=np.ones(case.rows, dtype=np.uint8),
-        start=np.arange(case.documents, dtype=np.int32) * length,
-        length=np.full(case.documents, length, dtype=np.int32),
-        samples=np.arange(case.documents, dtype=np.int32),
-    )
     config = TrainConfig(
         anchors_per_pack=case.anchors, learning_rate=1e-4, packs_per_step=ranks.size
     )
@@ -106,7 +158,6 @@ def ours(case: Case, ranks: Any = None, *, sharded: bool = False) -> Callable[[]
     trainer = Trainer(
         drafter, embedding, head, config, ranks=ranks, sharded=sharded, compiled=compiled
     )
-    packs = itertools.repeat((pack, case.randn(case.rows, TAPS, case.hidden)))
     return lambda: trainer.train_step(packs)
 
 
@@ -143,7 +194,7 @@ def speculators(case: Case) -> Callable[[], object]:
         loss_implementation="eager",
         max_anchors=case.anchors,
         dflash_decay_gamma=7.0,
-        per_position_loss_weight="fixed-exp-decay",
+        per_position_loss_weight="dpace",  # torch 2.11 compiles the fixed decay for over five minutes
     )
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
@@ -241,7 +292,7 @@ def drawn(model: torch.nn.Module) -> None:
             parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
 
 
-TRAINERS = {"ours": ours, "speculators": speculators, "specforge": specforge}
+PEERS = {"speculators": speculators, "specforge": specforge}
 RANKS = {"ours-replicated": False, "ours-sharded": True}  # name: whether it is sharded
 
 
@@ -249,20 +300,28 @@ def measure_ranks(name: str, case: Case) -> dict | None:
     """What `measure` gives, of the first of several ranks."""
     from dflash_core.ranks import joined
 
-    with joined(torch.device(case.device)) as (ranks, _):
-        step = ours(case, ranks, sharded=RANKS[name])
-        found = timed(step, case)
+    with joined(torch.device(case.device)) as (ranks, _), packs_of(case, ranks) as packs:
+        found = timed(ours(case, packs, ranks, sharded=RANKS[name]), case)
         return found | {"ranks": ranks.size} if ranks.is_first else None
 
 
-def measure(trainer: str, case: Case, profile: bool) -> dict:
+def measure(trainer: str, case: Case, trace: str) -> dict:
     """Seconds of a step, the median and the slowest round, and the peak of allocated GPU memory."""
+    from dflash_core.ranks import ALONE
+
     torch.manual_seed(0)
-    step = TRAINERS[trainer](case)
-    found = timed(step, case)
-    if profile:
-        print_profile(step)
-    return found
+    if trainer in PEERS:
+        return timed(PEERS[trainer](case), case)
+    with packs_of(case, ALONE) as packs:
+        step = ours(case, packs)
+        found = timed(step, case)
+        if trace:
+            write_trace(step, trace)
+        return found
+
+
+def packs_of(case: Case, ranks: Any) -> Any:
+    return packs_from_store(case, ranks) if case.store else packs_on_device(case)
 
 
 def timed(step: Callable[[], object], case: Case) -> dict:
@@ -274,15 +333,17 @@ def timed(step: Callable[[], object], case: Case) -> dict:
     first = time.perf_counter() - start
     for _ in range(WARM_UP):
         step()
-    seconds = []
+    seconds, waited = [], 0.0
     for _ in range(ROUNDS):
         wait()
         start = time.perf_counter()
         for _ in range(STEPS):
-            step()
+            numbers = step()
+            waited += numbers["wait_s"] if isinstance(numbers, dict) else 0.0
         wait()
         seconds.append((time.perf_counter() - start) / STEPS)
     return {
+        "waited": waited / sum(seconds) / STEPS,
         "first": first,
         "median": statistics.median(seconds),
         "slowest": max(seconds),
@@ -290,47 +351,55 @@ def timed(step: Callable[[], object], case: Case) -> dict:
     }
 
 
-def print_profile(step: Callable[[], object]) -> None:
+def write_trace(step: Callable[[], object], path: str) -> None:
+    """A Chrome trace of three more steps, and their kernels as a table."""
     from torch.profiler import profile
 
     with profile() as profiled:
-        for _ in range(2):
+        for _ in range(3):
             step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+    profiled.export_chrome_trace(path)
     sort = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     averages = profiled.key_averages()
-    print(averages.table(sort_by=sort, row_limit=45, max_name_column_width=90), file=sys.stderr)
+    print(averages.table(sort_by=sort, row_limit=30, max_name_column_width=90), file=sys.stderr)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    runs = [f"{name}:{anchors}" for anchors in (512, 2048) for name in TRAINERS]
+    runs = [f"{name}:{anchors}" for anchors in (512, 2048) for name in ("ours", *PEERS)]
     parser.add_argument("--runs", nargs="+", default=runs, help="trainer:anchors")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, tiny shapes")
-    parser.add_argument("--profile", action="store_true", help="kernels of two more steps")
+    parser.add_argument("--store", default="", help="root URL: a folder to read packs from")
+    parser.add_argument("--trace", default="", help="file for a Chrome trace of ours alone")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    tiny = {"device": "cpu", "rows": 256, "hidden": 64, "mlp": 96, "vocab": 512, "heads": 4}
+    tiny |= {"kv_heads": 2, "head_dim": 16, "layers": 2, "window": 64}
+    shape: dict[str, Any] = {"store": options.store, **(tiny if options.tiny else {})}
     if options.one:
         name, _, anchors = options.one.partition(":")
-        tiny = {"device": "cpu", "rows": 256, "hidden": 64, "mlp": 96, "vocab": 512, "heads": 4}
-        tiny |= {"kv_heads": 2, "head_dim": 16, "layers": 2, "window": 64}
-        case = Case(int(anchors), **(tiny if options.tiny else {}))
+        case = Case(int(anchors), **shape)
         several = name in RANKS
-        found = measure_ranks(name, case) if several else measure(name, case, options.profile)
+        found = measure_ranks(name, case) if several else measure(name, case, options.trace)
         if found:
             print(json.dumps(found))
         return
+    if options.store:
+        make_store(Case(0, **shape))
     device = "CPU" if options.tiny else torch.cuda.get_device_name()
     print(f"{device}, torch {torch.__version__}\n")
     print(
-        "| trainer | anchors | s per step | slowest round | of speculators | peak GiB | first step s |"
+        "| trainer | anchors | s per step | slowest round | of speculators | peak GiB | first step s "
+        "| waits for input |"
     )
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     results = {}
     for run in options.runs:
         results[run] = run_apart(run, options)
+        print(run, results[run], file=sys.stderr, flush=True)
     for run, found in results.items():
         name, _, anchors = run.partition(":")
         base = results.get(f"speculators:{anchors}", {})
@@ -353,8 +422,8 @@ def run_apart(run: str, options: argparse.Namespace) -> dict:
             "--nproc-per-node",
             f"{processes}",
         ]
-    command += [__file__, "--one", run]
-    command += ["--tiny"] * options.tiny + ["--profile"] * options.profile
+    command += ["-m", "benchmarks.training", "--one", run]
+    command += ["--tiny"] * options.tiny + ["--store", options.store, "--trace", options.trace]
     try:
         done = subprocess.run(
             command, check=False, stdout=subprocess.PIPE, text=True, timeout=options.timeout
@@ -368,10 +437,11 @@ def run_apart(run: str, options: argparse.Namespace) -> dict:
 
 def cells(found: dict, base: dict) -> str:
     if "error" in found:
-        return f"{found['error']} | | | | "
+        return f"{found['error']} | | | | | "
     share = f"{found['median'] / base['median']:.2f}" if "median" in base else ""
     numbers = f"{found['median']:.3f} | {found['slowest']:.3f}"
-    return f"{numbers} | {share} | {found['gib']:.1f} | {found['first']:.0f}"
+    memory = f"{found['gib']:.1f} | {found['first']:.0f}"
+    return f"{numbers} | {share} | {memory} | {found['waited']:.1%}"
 
 
 if __name__ == "__main__":

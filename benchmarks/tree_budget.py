@@ -30,12 +30,13 @@ from dflash_core.decode import (
     plain_steps,
     speculate_steps,
 )
+from dflash_core.devices import resolve_device
 from dflash_core.evaluation_report import bootstrap_interval
 from dflash_core.generation import stop_ids
 from dflash_core.manifest import Dataset
 from dflash_core.sampling import Sampling
 from dflash_core.storage import Storage
-from dflash_core.target import load_causal_lm, load_tokenizer, resolve_device
+from dflash_core.target import load_causal_lm, load_tokenizer
 
 Way = Callable[[list[list[int]]], dict[int, Generation]]
 

@@ -32,6 +32,7 @@ from dflash_core.decode import (
     speculate_steps,
     stepwise_logits,
 )
+from dflash_core.devices import resolve_device
 from dflash_core.errors import InputError
 from dflash_core.evaluation_prompts import answer_text, choose_prompts, encode_prompt
 from dflash_core.evaluation_report import AFTER, BEFORE, markdown, picture, summarise
@@ -266,12 +267,7 @@ class _Decoder:
         compare: Iterable[DrafterSource],
     ) -> _Decoder:
         """Drafters compute in the target's type, as an engine runs them."""
-        from dflash_core.target import (
-            load_causal_lm,
-            load_tokenizer,
-            require_fast_kernels,
-            resolve_device,
-        )
+        from dflash_core.target import load_causal_lm, load_tokenizer, require_fast_kernels
 
         config = EvaluateConfig.model_validate(dataset.config)
         device = resolve_device(runtime.device)

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from dflash_core import float8, parity
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig
+from dflash_core.devices import resolve_device
 from dflash_core.errors import InputError
 from dflash_core.extraction import KERNELS, contract_of, read_kernels, tapped_layer_ids
 from dflash_core.hidden_states import Written, check_rows, read_contract, read_layout, write_pack
@@ -45,7 +46,6 @@ from dflash_core.target import (
     gdn_modules,
     load_body,
     require_fast_kernels,
-    resolve_device,
     tap_layers,
     text_config,
 )

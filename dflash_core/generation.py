@@ -14,13 +14,13 @@ from torch import Tensor
 from dflash_core.answers import Answer, Prompt, read_answer
 from dflash_core.chat import Chat, Unrenderable
 from dflash_core.config import RegenerateConfig, Runtime, TargetConfig
+from dflash_core.devices import resolve_device
 from dflash_core.errors import InputError
 from dflash_core.manifest import sha256
 from dflash_core.target import (
     load_causal_lm,
     load_tokenizer,
     require_fast_kernels,
-    resolve_device,
     text_config,
 )
 from dflash_core.target_cache import cache_name

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dflash_core.devices import to_device
 from dflash_core.packing import Pack
-from dflash_core.target import gdn_backend, gdn_modules
+from dflash_core.target import gdn_backend, gdn_modules, unwrapped
 
 FAMILIES = (
     "gemma3_text",
@@ -95,27 +96,21 @@ def packed_forward(body: nn.Module, pack: Pack, device: torch.device) -> None:
     """
     num_tokens = pack.num_tokens
     ends = torch.from_numpy(pack.length).cumsum(0, dtype=torch.int32)
-    cu_seqlens = _to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends]), device)
+    cu_seqlens = to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends]), device)
     ids = torch.from_numpy(pack.input_ids[:num_tokens].astype("int64"))
     positions = torch.from_numpy(pack.positions[:num_tokens].astype("int64"))
     # The kernel needs a bound only; few different ones mean few compilations.
     longest = 1 << (int(pack.length.max()) - 1).bit_length()
     with _attention(body, _ATTENTION):
         body(
-            input_ids=_to_device(ids, device)[None],
-            position_ids=_to_device(positions, device)[None],
+            input_ids=to_device(ids, device)[None],
+            position_ids=to_device(positions, device)[None],
             cu_seq_lens_q=cu_seqlens,
             cu_seq_lens_k=cu_seqlens,
             max_length_q=longest,
             max_length_k=longest,
             use_cache=False,
         )
-
-
-def _to_device(values: Tensor, device: torch.device) -> Tensor:
-    if device.type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 @contextlib.contextmanager
@@ -137,8 +132,10 @@ def _attention(body: nn.Module, name: str) -> Generator[None, None, None]:
 def _varlen_attention() -> Callable:
     """The attention as Transformers calls it: causal, within each sample."""
     varlen_attn: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # torch 2.12 and later share keys and values among query heads; 2.11 wants them repeated.
-    shares = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    # torch 2.12 and later want to be told that query heads share keys and values; 2.11 just does it.
+    grouped = (
+        {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    )
 
     def attention(
         module: nn.Module,
@@ -157,9 +154,6 @@ def _varlen_attention() -> Callable:
     ) -> tuple[Tensor, None]:
         """Query, key, value [1, heads, T, D]; result [1, T, heads, D]."""
         q_TND, k_TND, v_TND = (x[0].transpose(0, 1) for x in (query, key, value))
-        if not shares:
-            groups = query.shape[1] // key.shape[1]
-            k_TND, v_TND = (x.repeat_interleave(groups, 1) for x in (k_TND, v_TND))
         attended_TND = varlen_attn(
             q_TND,
             k_TND,
@@ -171,7 +165,7 @@ def _varlen_attention() -> Callable:
             # A window counts the current token; everything before where there is none.
             window_size=((sliding_window or 0) - 1, 0),
             scale=scaling,
-            **({"enable_gqa": True} if shares else {}),
+            **grouped,
         )
         return attended_TND[None], None
 
@@ -274,5 +268,5 @@ def _packed_convolution(original: Callable) -> Callable:
 
     convolve.packs = True  # ty: ignore[missing-attribute]
     # What `target.gdn_backend` looks through to name the implementation.
-    convolve.by_device = getattr(original, "by_device", original)  # ty: ignore[missing-attribute]
+    convolve.by_device = unwrapped(original)  # ty: ignore[missing-attribute]
     return convolve

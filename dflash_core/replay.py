@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from dflash_core.attention import tiles
 from dflash_core.blocks import ranges_by_kind
 from dflash_core.config import EvaluateConfig, Runtime, TargetConfig
+from dflash_core.devices import resolve_device
 from dflash_core.loss import CHUNK_ELEMENTS
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
@@ -48,7 +49,7 @@ def answers(
     """
     from dflash_core.decode import greedy
     from dflash_core.evaluation_prompts import choose_prompts
-    from dflash_core.target import load_causal_lm, require_fast_kernels, resolve_device, tap_layers
+    from dflash_core.target import load_causal_lm, require_fast_kernels, tap_layers
 
     device = resolve_device(runtime.device)
     chosen = choose_prompts(corpus, target, config)

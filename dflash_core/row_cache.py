@@ -304,12 +304,14 @@ def teach_rows(module: Any) -> None:
 
 
 def _replace(module: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    from dflash_core.target import unwrapped
+
     original = getattr(module, name)
     if not hasattr(original, "takes_rows"):
         wrapped: Any = functools.wraps(original)(wrap(original))
         wrapped.takes_rows = True
         # What `target.gdn_backend` looks through to name the implementation.
-        wrapped.by_device = getattr(original, "by_device", original)
+        wrapped.by_device = unwrapped(original)
         setattr(module, name, wrapped)
 
 

@@ -357,24 +357,6 @@ def _ids_in_use(target: TargetConfig, tokenizer: PreTrainedTokenizerBase) -> set
 # --- weights -----------------------------------------------------------------------------------
 
 
-def resolve_device(device: str) -> torch.device:
-    """`auto` takes a GPU when there is one. Raises InputError for a device that is not there."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise InputError(
-            f"device {device!r} is not known; expected auto, cpu, cuda or cuda:1"
-        ) from error
-    count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        raise InputError(
-            f"device {device!r} is not there: torch {torch.__version__} sees {count} CUDA devices"
-        )
-    return found
-
-
 def load_causal_lm(target: TargetConfig, device: torch.device) -> PreTrainedModel:
     """The text model with its head, in eval mode, without gradients; vision towers are not loaded."""
     from transformers import AutoModelForCausalLM
@@ -645,11 +627,15 @@ def gdn_backend(module: Any) -> dict[str, str]:
     """
     found = {}
     for name in _GDN_FUNCTIONS:
-        function: Any = getattr(module, name, None)
-        function = getattr(function, "by_device", function)
+        function: Any = unwrapped(getattr(module, name, None))
         closure = inspect.getclosurevars(function).nonlocals if callable(function) else {}
         found[name] = getattr(closure.get("implementation"), "__module__", None) or "unknown"
     return found
+
+
+def unwrapped(function: Any) -> Any:
+    """The implementation below our wrappers, each of which keeps it as `by_device`."""
+    return getattr(function, "by_device", function)
 
 
 def _spare_cpu_tensors_the_gpu_kernels(model: nn.Module) -> None:

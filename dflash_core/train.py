@@ -45,6 +45,7 @@ from dflash_core.data import (
     reads,
     visits,
 )
+from dflash_core.devices import resolve_device, to_device
 from dflash_core.errors import DFlashError, InputError, MismatchError
 from dflash_core.loss import SlotCounts, weighted_loss
 from dflash_core.manifest import Dataset, require_same, sha256
@@ -123,7 +124,6 @@ def run(
     """
     from dflash_core.hidden_states import HiddenStates
     from dflash_core.object_cache import ObjectCache
-    from dflash_core.target import resolve_device
 
     if not missing(dataset):
         return
@@ -406,7 +406,7 @@ class Trainer:
         """Weighted sum of the losses of a pack's blocks, with its graph, and the counts."""
         drafter, device = self._compute, self.device
         blocks = blocks.to(device)
-        positions_T = torch.tensor(pack.positions).to(device, non_blocking=True)
+        positions_T = to_device(torch.tensor(pack.positions), device)
         hidden_TLH = hidden_TLH.to(device, non_blocking=True)
         num_taps = len(drafter.shape.target_layer_ids)
         taps_BTC = hidden_TLH[:, :num_taps].flatten(1)[None]

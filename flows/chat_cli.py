@@ -114,8 +114,9 @@ class Session:
             InputError: one of them cannot be loaded, or they do not belong together.
         """
         from dflash_core.chat import Chat
+        from dflash_core.devices import resolve_device
         from dflash_core.generation import stop_ids
-        from dflash_core.target import load_causal_lm, load_tokenizer, resolve_device
+        from dflash_core.target import load_causal_lm, load_tokenizer
 
         where = resolve_device(device)
         dtype = "float32" if where.type == "cpu" else "bfloat16"

@@ -9,6 +9,7 @@ import torch
 
 from dflash_core import target as target_module
 from dflash_core.config import TargetConfig
+from dflash_core.devices import resolve_device
 from dflash_core.errors import InputError
 from dflash_core.target import (
     decoder_layers,
@@ -22,9 +23,9 @@ from dflash_core.target import (
     load_tokenizer,
     mask_token_id,
     require_fast_kernels,
-    resolve_device,
     tap_layers,
     text_config,
+    unwrapped,
 )
 from tests.targets import FAMILIES, VOCAB, llama, qwen3, qwen3_5_text, save_tokenizer
 
@@ -303,7 +304,7 @@ def test_cpu_tensors_never_reach_the_gpu_kernels(tmp_path):
     try:
         for name in names:
             # Other tests of this process may have wrapped it already, which `by_device` looks through.
-            fast = getattr(before[name], "by_device", before[name])
+            fast = unwrapped(before[name])
             plain = target_module.inspect.unwrap(fast)
             setattr(module, name, functools.wraps(plain)(lambda *a, **k: _no_driver()))
         with pytest.raises(RuntimeError, match="0 active drivers"):

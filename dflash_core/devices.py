@@ -1,0 +1,36 @@
+"""Which device, and small copies to it that nothing waits for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash_core.errors import InputError
+
+
+def resolve_device(device: str) -> torch.device:
+    """`auto` takes a GPU when there is one. Raises InputError for a device that is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise InputError(
+            f"device {device!r} is not known; expected auto, cpu, cuda or cuda:1"
+        ) from error
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise InputError(
+            f"device {device!r} is not there: torch {torch.__version__} sees {count} CUDA devices"
+        )
+    return found
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """A copy of host memory on the device, in the order of its stream.
+
+    A copy from memory that is not page-locked first waits for all that was launched before it.
+    """
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
