@@ -21,6 +21,7 @@ from functools import cache
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -41,6 +42,7 @@ FAMILIES = (
 )
 _ATTENTION = "dflash_varlen"
 _PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")  # Gated DeltaNet of Qwen3.5
+_GDN_CHUNK = 64  # tokens that the kernels of Gated DeltaNet and its convolution take at a time
 _COMPILED = re.compile(r"(RMSNorm|RMSNormGated|MLP|Attention)$")
 
 
@@ -95,6 +97,7 @@ def packed_forward(body: nn.Module, pack: Pack, device: torch.device) -> None:
     Nothing here waits for the device.
     """
     num_tokens = pack.num_tokens
+    chunks = torch.from_numpy(_chunk_indices(pack.length))
     ends = torch.from_numpy(pack.length).cumsum(0, dtype=torch.int32)
     cu_seqlens = to_device(torch.cat([torch.zeros(1, dtype=torch.int32), ends]), device)
     ids = torch.from_numpy(pack.input_ids[:num_tokens].astype("int64"))
@@ -109,22 +112,42 @@ def packed_forward(body: nn.Module, pack: Pack, device: torch.device) -> None:
             cu_seq_lens_k=cu_seqlens,
             max_length_q=longest,
             max_length_k=longest,
+            gdn_chunks=to_device(chunks, device),
             use_cache=False,
         )
 
 
+def _chunk_indices(length: np.ndarray) -> np.ndarray:
+    """Sample and number of each chunk of a sample, int32 [chunks, 2], as the kernels of Gated DeltaNet want it.
+
+    They make it themselves where it is not given, which waits for the device.
+    """
+    counts = -(-length // _GDN_CHUNK)
+    firsts = np.cumsum(counts) - counts
+    samples = np.repeat(np.arange(len(length)), counts)
+    return np.stack([samples, np.arange(counts.sum()) - firsts[samples]], axis=1).astype(np.int32)
+
+
 @contextlib.contextmanager
 def _attention(body: nn.Module, name: str) -> Generator[None, None, None]:
-    """Runs the body with another attention; one-sample forwards keep their own."""
+    """Runs the body with another attention, for which Transformers looks at no positions to make a mask.
+
+    That look waits for the device. One-sample forwards keep their own attention.
+    """
+    from transformers import masking_utils
+
     configs: dict[int, Any] = {
         id(part.config): part.config for part in body.modules() if hasattr(part, "config")
     }
     before = {key: config._attn_implementation for key, config in configs.items()}
     for config in configs.values():
         config._attn_implementation = name
+    look = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda _: None  # ty: ignore[invalid-assignment]
     try:
         yield
     finally:
+        masking_utils.find_packed_sequence_indices = look
         for key, config in configs.items():
             config._attn_implementation = before[key]
 
@@ -183,10 +206,16 @@ def _convolve(
     bias_C: Tensor | None,
     activation: str | None,
     cu_seqlens: Tensor,
+    chunks: Tensor | None,
 ) -> Tensor:
     """The short convolution within each sample; columns of a wider tensor are taken as they lie."""
     result = _convolution_kernel()(
-        x_1TC, weight=weight_CW, bias=bias_C, activation=activation, cu_seqlens=cu_seqlens
+        x_1TC,
+        weight=weight_CW,
+        bias=bias_C,
+        activation=activation,
+        cu_seqlens=cu_seqlens,
+        chunk_indices=chunks,
     )
     return result[0] if isinstance(result, tuple) else result
 
@@ -208,6 +237,7 @@ def _gated_deltanet(layer: Any) -> Callable:
         hidden_states: Tensor,
         *args: Any,
         cu_seq_lens_q: Tensor | None = None,
+        gdn_chunks: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         if cu_seq_lens_q is None:
@@ -217,7 +247,9 @@ def _gated_deltanet(layer: Any) -> Callable:
         biases = [None] * 3 if self.conv1d.bias is None else self.conv1d.bias.split(qkv_sizes)
         columns = zip(qkv.split(qkv_sizes, dim=-1), weights, biases, head_dims, strict=True)
         query, key, value = (
-            _convolve(x, weight, bias, self.activation, cu_seq_lens_q).unflatten(-1, (-1, size))
+            _convolve(x, weight, bias, self.activation, cu_seq_lens_q, gdn_chunks).unflatten(
+                -1, (-1, size)
+            )
             for x, weight, bias, size in columns
         )
         mixed, _ = _delta_rule()(
@@ -229,6 +261,7 @@ def _gated_deltanet(layer: Any) -> Callable:
             beta=b.sigmoid(),
             use_qk_l2norm_in_kernel=True,
             cu_seqlens=cu_seq_lens_q,
+            chunk_indices=gdn_chunks,
         )
         return self.out_proj(self.norm(mixed, z.unflatten(-1, (-1, self.head_v_dim))).flatten(-2))
 
@@ -264,7 +297,7 @@ def _packed_convolution(original: Callable) -> Callable:
         if cu_seq_lens_q is None:
             return original(hidden_states, weight, bias, activation=activation, **options)
         x_1TC = hidden_states.transpose(1, 2)
-        return _convolve(x_1TC, weight, bias, activation, cu_seq_lens_q).transpose(1, 2)
+        return _convolve(x_1TC, weight, bias, activation, cu_seq_lens_q, None).transpose(1, 2)
 
     convolve.packs = True  # ty: ignore[missing-attribute]
     # What `target.gdn_backend` looks through to name the implementation.

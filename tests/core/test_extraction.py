@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -528,8 +529,18 @@ def use_loop_for_gated_deltanet(monkeypatch):
     def segments(cu_seqlens):
         return [slice(a, b) for a, b in itertools.pairwise(cu_seqlens.tolist())]
 
-    def convolve(x, weight, bias, activation, cu_seqlens):
+    def check_chunks(chunk_indices, cu_seqlens):
+        lengths = cu_seqlens.diff().tolist()
+        expected = [
+            [sample, chunk]
+            for sample, length in enumerate(lengths)
+            for chunk in range(math.ceil(length / 64))
+        ]
+        assert chunk_indices.tolist() == expected
+
+    def convolve(x, weight, bias, activation, cu_seqlens, chunk_indices):
         assert activation == "silu"
+        check_chunks(chunk_indices, cu_seqlens)
         y = torch.zeros(x.shape)
         for part in segments(cu_seqlens):
             padded = torch.nn.functional.pad(x[0, part].T, (weight.shape[1] - 1, 0))
@@ -537,7 +548,8 @@ def use_loop_for_gated_deltanet(monkeypatch):
             y[0, part] = torch.nn.functional.conv1d(padded[None], kernel, groups=len(weight))[0].T
         return torch.nn.functional.silu(y), None
 
-    def rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
+    def rule(q, k, v, *, g, beta, use_qk_l2norm_in_kernel, cu_seqlens, chunk_indices):
+        check_chunks(chunk_indices, cu_seqlens)
         groups = v.shape[2] // q.shape[2]
         q, k = (x.repeat_interleave(groups, 2) for x in (q, k))
         parts = [
@@ -609,6 +621,13 @@ def test_the_runs_of_a_pack_hold_every_sample_once_within_the_bound(most_tokens)
         assert np.array_equal(run.start + first_row, pack.start[run.samples])
         seen.extend(run.samples.tolist())
     assert seen == list(range(6))
+
+
+def test_chunks_of_samples_are_listed_as_the_kernels_want_them():
+    listed = packed_forward._chunk_indices(np.array([1, 64, 65, 200], np.int32))
+    expected = [[0, 0], [1, 0], [2, 0], [2, 1], [3, 0], [3, 1], [3, 2], [3, 3]]
+    assert listed.tolist() == expected
+    assert listed.dtype == np.int32
 
 
 def make_pack(lengths):

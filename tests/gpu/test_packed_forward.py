@@ -87,6 +87,19 @@ def test_a_packed_row_gives_the_states_of_single_samples(body):
             assert cosine[:4].mean() > 0.98, f"first tokens of {length}: {cosine[:4].mean():.4f}"
 
 
+def test_a_packed_forward_never_waits_for_the_device(body):
+    pack = make_pack()
+    enable_packing(body)
+    with torch.inference_mode():
+        packed_forward(body, pack, GPU)  # compiles and tunes kernels
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            packed_forward(body, pack, GPU)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def test_extraction_on_a_gpu_takes_the_packed_path(tmp_path):
     """End to end: needs zarr for tokens and metadata."""
     pytest.importorskip("zarr")
