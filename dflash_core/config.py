@@ -215,6 +215,11 @@ class DrafterConfig(Config):
     """Token in the unknown slots; -1 finds one that has an embedding row and never occurs in text."""
 
 
+Card = Literal["a100", "h100", "h200", "b200", "rtx-pro-6000"]
+"""GPUs whose rate of extraction can be estimated."""
+DEFAULT_CARD: Card = "h200"
+
+
 class TrainConfig(Config):
     """The training run."""
 

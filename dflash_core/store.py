@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save
 
 from dflash_core import extraction
-from dflash_core.config import ExtractConfig, TargetConfig
+from dflash_core.config import DEFAULT_CARD, Card, ExtractConfig, TargetConfig
 from dflash_core.errors import CorruptError, InputError
 from dflash_core.hidden_states import HiddenStates, choose_layout, pack_unit, read_layout
 from dflash_core.manifest import Dataset
@@ -63,6 +63,7 @@ class Estimate:
     Attributes:
         num_objects: objects written, commit records included.
         size_bytes: of all objects; for a codec, with the ratio that is usual.
+        tokens_per_s: of one device, as measured or estimated.
         dollars_to_write: requests of one extraction.
         dollars_per_epoch: requests of reading every pack once.
     """
@@ -71,6 +72,7 @@ class Estimate:
     num_packs: int
     num_objects: int
     size_bytes: int
+    tokens_per_s: float
     device_hours: float
     dollars_per_month: float
     dollars_to_write: float
@@ -82,7 +84,8 @@ def estimate(
     target: TargetConfig,
     config: ExtractConfig,
     *,
-    tokens_per_s: float,
+    tokens_per_s: float = 0.0,
+    card: Card = DEFAULT_CARD,
     dollars_per_gb_month: float,
 ) -> Estimate:
     """Size, time and price of extracting `tokens`; reads the target's configuration only.
@@ -90,7 +93,8 @@ def estimate(
     Requests are priced as S3 does in us-east-1, $5 for a million PUT and $0.4 for a million GET.
 
     Args:
-        tokens_per_s: measured rate of one device.
+        tokens_per_s: measured rate of one device; 0 estimates it for `card`.
+        card: one of `cards.DENSE_TFLOPS`.
         dollars_per_gb_month: price of storage, 10^9 bytes.
     """
     facts, shape = tokens.require_stage("tokens").facts, text_config(target)
@@ -110,17 +114,29 @@ def estimate(
         int(hidden_bytes / _SHRINKS.get((config.dtype, config.codec), 1.0))
         + num_packs * pack_tokens * side_bytes
     )
+    rate = tokens_per_s or _estimated_rate(target, layer_ids, config, card)
     num_data = num_packs * (layout.shards_per_pack + len(layout.side_arrays))
     return Estimate(
         num_tokens=facts["total_tokens"],
         num_packs=num_packs,
         num_objects=num_data + num_packs,
         size_bytes=size_bytes,
-        device_hours=facts["total_tokens"] / tokens_per_s / 3600,
+        tokens_per_s=rate,
+        device_hours=facts["total_tokens"] / rate / 3600,
         dollars_per_month=size_bytes / 1e9 * dollars_per_gb_month,
         dollars_to_write=(num_data + num_packs) * _DOLLARS_PER_PUT,
         dollars_per_epoch=num_data * _DOLLARS_PER_GET,
     )
+
+
+def _estimated_rate(
+    target: TargetConfig, layer_ids: list[int], config: ExtractConfig, card: Card
+) -> float:
+    from dflash_core import cards  # Transformers' model classes take seconds to import
+
+    to_the_end = config.last or config.teacher_top_k
+    last = text_config(target).num_hidden_layers - 1 if to_the_end else layer_ids[-1]
+    return cards.tokens_per_s(target, [last], card)
 
 
 @dataclass(frozen=True)

@@ -371,6 +371,21 @@ def load_body(target: TargetConfig, layer_ids: list[int], device: torch.device) 
     """
     from transformers import AutoModel
 
+    body = _load(AutoModel, target, _body_config(target, layer_ids), device)
+    body.final_norm = body.norm
+    body.norm = nn.Identity()
+    return body
+
+
+def empty_body(target: TargetConfig, layer_ids: list[int]) -> nn.Module:
+    """What `load_body` gives, without weights and their memory: for counting."""
+    from transformers import AutoModel
+
+    with torch.device("meta"):
+        return AutoModel.from_config(_body_config(target, layer_ids))
+
+
+def _body_config(target: TargetConfig, layer_ids: list[int]) -> PreTrainedConfig:
     config = copy.deepcopy(text_config(target))
     check_layer_ids(layer_ids, config.num_hidden_layers)
     depth = max(layer_ids) + 1
@@ -378,10 +393,7 @@ def load_body(target: TargetConfig, layer_ids: list[int], device: torch.device) 
     for per_layer in ("layer_types", "mlp_layer_types"):
         if getattr(config, per_layer, None):
             setattr(config, per_layer, getattr(config, per_layer)[:depth])
-    body = _load(AutoModel, target, config, device)
-    body.final_norm = body.norm
-    body.norm = nn.Identity()
-    return body
+    return config
 
 
 def check_layer_ids(layer_ids: list[int], num_layers: int) -> None:

@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from dflash_core.config import (
+    DEFAULT_CARD,
+    Card,
     Config,
     CurateConfig,
     DrafterSource,
@@ -137,8 +139,10 @@ class ExportParams(StageParams):
 class Budget(Config):
     """Prices, and the sum above which somebody is asked."""
 
-    tokens_per_s: float = Field(default=1000.0, gt=0)
-    """Measured rate of extraction on one GPU: the run's progress and its log tell it."""
+    card: Card = DEFAULT_CARD
+    """The GPU, for an estimate of its rate where none was measured."""
+    tokens_per_s: float = Field(default=0.0, ge=0)
+    """Measured rate of extraction on one GPU: the run's progress and its log tell it. 0 estimates it."""
     gpus: int = Field(default=1, ge=1)
     """GPUs that work at a time."""
     dollars_per_gpu_hour: float = Field(default=0.0, ge=0)

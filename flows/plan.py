@@ -46,6 +46,7 @@ def estimated(
             target,
             config,
             tokens_per_s=budget.tokens_per_s,
+            card=budget.card,
             dollars_per_gb_month=budget.dollars_per_gb_month,
         )
     )

@@ -74,6 +74,7 @@ def store_plan(params: PlanParams) -> dict[str, Any]:
         params.target,
         params.extract,
         tokens_per_s=params.tokens_per_s,
+        card=params.card,
         dollars_per_gb_month=params.dollars_per_gb_month,
     )
     _show([{"what": key, "value": value} for key, value in asdict(found).items()], params.tokens)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from dflash_core.config import DEFAULT_CARD
 from dflash_core.errors import InputError
 from flows.store_params import PlanParams
 
@@ -38,7 +39,10 @@ def _open(root: str, path: str) -> Dataset:
 def plan(
     tokens: Annotated[str, typer.Argument(help="Such as tokens/demo-0123456789ab.")],
     target: Annotated[str, typer.Option(help="Hugging Face id or folder.")] = "",
-    tokens_per_s: Annotated[float, typer.Option(help="Measured rate of one device.")] = 0,
+    tokens_per_s: Annotated[
+        float, typer.Option(help="Measured rate of one GPU; 0 estimates it for --card.")
+    ] = 0,
+    card: Annotated[str, typer.Option(help="Such as h100 or rtx-pro-6000.")] = DEFAULT_CARD,
     root: Root = "data",
     overrides: Annotated[
         list[str],
@@ -59,6 +63,7 @@ def plan(
     given = [f"root={root}", f"tokens={tokens}"]
     given += [f"target.id={target}"] * bool(target)
     given += [f"tokens_per_s={tokens_per_s}"] * bool(tokens_per_s)
+    given += [f"card={card}"]
     params = load_params(PlanParams, None, [*overrides, *given])
 
     from dflash_core import store
@@ -70,6 +75,7 @@ def plan(
         params.target,
         params.extract,
         tokens_per_s=params.tokens_per_s,
+        card=params.card,
         dollars_per_gb_month=params.dollars_per_gb_month,
     )
     for name, value in asdict(estimate).items():

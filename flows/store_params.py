@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dflash_core.config import Config, ExtractConfig, TargetConfig
+from dflash_core.config import DEFAULT_CARD, Card, Config, ExtractConfig, TargetConfig
 
 
 class StoreParams(Config):
@@ -29,8 +29,10 @@ class PlanParams(Config):
     """The model whose hidden states will be taken; only its configuration is read."""
     extract: ExtractConfig = ExtractConfig()
     """Tapped layers and layout of the store."""
-    tokens_per_s: float = Field(default=10_000, gt=0)
-    """Measured rate of one device."""
+    card: Card = DEFAULT_CARD
+    """The GPU, for an estimate of its rate where none was measured."""
+    tokens_per_s: float = Field(default=0.0, ge=0)
+    """Measured rate of extraction on one GPU; 0 estimates it."""
     dollars_per_gb_month: float = Field(default=0.023, ge=0)
     """Price of storage, for 10^9 bytes."""
 

@@ -132,6 +132,24 @@ def test_a_sample_that_is_not_there_is_named(stored):
         export_sample(stored, 99)
 
 
+def test_the_rate_of_an_unmeasured_card_follows_from_the_weights_up_to_the_last_tap(root, tmp_path):
+    target = targets.qwen3(tmp_path / "target")
+    tokens = Dataset.create(root, "tokens", "demo", version=1, config={}, inputs={})
+    tokens.seal([], {"num_packs": 3, "pack_tokens": 64, "total_tokens": 170})
+
+    def rate(card, **options):
+        config = ExtractConfig(chunk_rows=8, shard_bytes=2**16, **options)
+        return estimate(tokens, target, config, card=card, dollars_per_gb_month=0.02).tokens_per_s
+
+    # Width 32, heads of 16: queries and outputs 4, keys and values 2; an MLP of 48.
+    layer = 2 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48)
+    assert rate("h200", target_layer_ids=[0, 1]) == pytest.approx(0.55 * 989e12 / (2 * layer))
+    assert rate("a100", target_layer_ids=[0, 1]) == pytest.approx(0.55 * 312e12 / (2 * layer))
+    assert rate("h200", target_layer_ids=[0], last=True) == pytest.approx(
+        0.55 * 989e12 / (4 * layer)
+    )
+
+
 def test_the_estimate_bounds_what_is_written(root, tmp_path):
     target = targets.qwen3(tmp_path / "target")
     facts = {"num_packs": 3, "pack_tokens": 64, "total_tokens": 170}
