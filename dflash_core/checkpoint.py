@@ -1,9 +1,9 @@
 """Checkpoints of a training run: written whole, believed by their commit record, pruned by rule.
 
 A checkpoint is the unit `step-<8 digits>` of a run. Its record names the objects that hold the drafter
-(float32), the optimiser's state and the drafter's shape, and the metrics of the steps since the one
-before. Tensors are safetensors objects of about a gigabyte, because a store takes no more than 5 GB in
-one request.
+(float32), the averages of its weights where the run keeps them, the optimiser's state and the drafter's
+shape, and the metrics of the steps since the one before. Tensors are safetensors objects of about a
+gigabyte, because a store takes no more than 5 GB in one request.
 
 Of the committed checkpoints the untrained one and the newest `keep_checkpoints` are readable; the
 objects of the others are deleted, their records and metrics stay. The rule alone says which ones those
@@ -27,6 +27,7 @@ from dflash_core.model import Drafter, DrafterShape
 
 _FOLDER = "checkpoints"
 _OBJECT_BYTES = 2**30
+_AVERAGE = "average"  # field of the optimiser's state that has objects of its own
 
 
 def unit_of(step: int) -> str:
@@ -67,8 +68,9 @@ def save_checkpoint(
         metrics: one entry per step since the checkpoint before, JSON values.
         writes: false for all ranks but one; ranks that hold parts of the tensors must all call this.
     """
+    state, averages = _flat_state(drafter, optimizer), _averages(drafter, optimizer)
     if not writes:
-        for tensor in (*drafter.state_dict().values(), *_flat_state(drafter, optimizer).values()):
+        for tensor in (*drafter.state_dict().values(), *state.values(), *averages.values()):
             _whole(tensor)
         return
     folder = f"{_FOLDER}/{unit_of(step)}"
@@ -76,10 +78,12 @@ def save_checkpoint(
     record = {
         "step": step,
         "drafter": _put_tensors(run, f"{folder}/drafter", drafter.state_dict()),
-        "optimizer": _put_tensors(run, f"{folder}/optimizer", _flat_state(drafter, optimizer)),
+        "optimizer": _put_tensors(run, f"{folder}/optimizer", state),
         "config": _put(run, f"{folder}/config", ".json", _shape_json(drafter.shape)),
         "metrics": _put(run, f"metrics/{unit_of(step)}", ".jsonl", lines.encode()),
     }
+    if averages:
+        record["average"] = _put_tensors(run, f"{folder}/average", averages)
     run.commit(unit_of(step), record)
     prune(run)
 
@@ -94,8 +98,14 @@ def prune(run: Dataset) -> None:
         run.storage.delete(keys)
 
 
-def load_drafter(run: Dataset, step: int | None = None) -> tuple[Drafter, DrafterShape, int]:
+def load_drafter(
+    run: Dataset, step: int | None = None, *, averaged: bool = True
+) -> tuple[Drafter, DrafterShape, int]:
     """The drafter after `step` steps, or the newest: float32, on the CPU; with its shape and step.
+
+    Args:
+        averaged: with the averages of its weights, where the run keeps them; false for those that
+            training goes on with.
 
     Raises:
         InputError: there is no such checkpoint, or it was pruned.
@@ -115,7 +125,8 @@ def load_drafter(run: Dataset, step: int | None = None) -> tuple[Drafter, Drafte
         drafter = Drafter(shape)
     # Copied into memory of torch's own: on the CPU the last bits of a product depend on alignment.
     drafter = drafter.to_empty(device="cpu")
-    drafter.load_state_dict(_get_tensors(run, record["drafter"]))
+    own = record.get("average") if averaged else None
+    drafter.load_state_dict(_get_tensors(run, own or record["drafter"]))
     return drafter, shape, step
 
 
@@ -130,7 +141,10 @@ def restore_optimizer(
     run: Dataset, step: int, drafter: Drafter, optimizer: torch.optim.Optimizer
 ) -> None:
     """Gives `optimizer`, made over the parameters of `drafter`, its state after `step` steps."""
-    tensors = _get_tensors(run, run.record(unit_of(step))["optimizer"])
+    record = run.record(unit_of(step))
+    tensors = _get_tensors(run, record["optimizer"])
+    averages = _get_tensors(run, record.get("average", []))
+    tensors |= {f"{name}:{_AVERAGE}": average for name, average in averages.items()}
     parameters: dict[str, Any] = dict(drafter.named_parameters())
     for name, tensor in tensors.items():
         parameter_name, _, field = name.rpartition(":")
@@ -168,12 +182,23 @@ def _step_of(unit: str) -> int:
 def _flat_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimiser's tensors, named `<parameter>:<field>`; empty before the first step.
 
-    In the same order on every rank, also after a restart: ranks put tensors together one by one.
+    Without the averages, which others read. In the same order on every rank, also after a restart: ranks
+    put tensors together one by one.
     """
     return {
         f"{name}:{field}": tensor
         for name, parameter in drafter.named_parameters()
         for field, tensor in sorted(optimizer.state.get(parameter, {}).items())
+        if field != _AVERAGE
+    }
+
+
+def _averages(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The averages of the weights by the names of these; empty where there are none, or none yet."""
+    return {
+        name: optimizer.state[parameter][_AVERAGE]
+        for name, parameter in drafter.named_parameters()
+        if _AVERAGE in optimizer.state.get(parameter, {})
     }
 
 

@@ -258,6 +258,9 @@ class TrainConfig(Config):
     """Share of the steps in which the rate of `wsd` falls."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are clipped to this norm."""
+    ema_decay: float = Field(default=0.0, ge=0, lt=1)
+    """Keep a running average of the weights, of which this share stays at every step (0.999, say; less in the
+    first steps). It is what is checked, evaluated, exported and started from. 0 keeps none."""
     checkpoint_every: int = Field(default=500, ge=1)
     """Steps between checkpoints; the unit of resume."""
     keep_checkpoints: int = Field(default=3, ge=1)

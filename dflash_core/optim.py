@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -43,6 +44,11 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def average_decay(step: int, config: TrainConfig) -> float:
+    """What the average keeps of itself at step `step` (0-based): at first less than `config.ema_decay`."""
+    return min(config.ema_decay, (1 + step) / (10 + step))
+
+
 def bfloat16_copy(drafter: Drafter) -> Drafter:
     """A drafter to compute with: matrices are bfloat16 copies, the weights of norms are shared."""
     made = copy.deepcopy(drafter)
@@ -57,7 +63,8 @@ def bfloat16_copy(drafter: Drafter) -> Drafter:
 class Optimizer(torch.optim.Optimizer):
     """AdamW, or Muon for the matrices and AdamW for the norms; norms do not decay.
 
-    State is keyed by the parameters of `drafter`: `step`, `exp_avg` and `exp_avg_sq`, or `momentum`.
+    State is keyed by the parameters of `drafter`: `step`, `exp_avg` and `exp_avg_sq`, or `momentum`; and
+    `average`, that of the weights, where steps keep one.
 
     Args:
         drafter: float32, what is stepped.
@@ -98,25 +105,54 @@ class Optimizer(torch.optim.Optimizer):
         copied.grad = None
 
     @torch.no_grad()
-    def step(self, scale: float = 1.0) -> None:  # ty: ignore[incompatible-method-override]
-        """One step with `scale` times the gradients, which are dropped."""
+    def step(  # ty: ignore[incompatible-method-override]
+        self, scale: float = 1.0, average_decay: float = 0.0
+    ) -> None:
+        """One step with `scale` times the gradients, which are dropped.
+
+        Args:
+            average_decay: what averages of the weights keep of themselves; 0 keeps no averages.
+        """
+        if average_decay:
+            for parameter in self.copies:
+                if "average" not in self.state[parameter]:
+                    self.state[parameter]["average"] = parameter.detach().clone()
         for group in self.param_groups:
             update = self._muon if group["kind"] == "muon" else self._adamw
             update(group, scale)
         for parameter, copied in self.copies.items():
             parameter.grad = copied.grad = None
+            if average_decay:
+                self.state[parameter]["average"].lerp_(parameter, 1 - average_decay)
+
+    @contextmanager
+    def averaged(self) -> Generator[None]:
+        """Inside, the weights of `drafter` and their averages have changed places, where there are any."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for parameter in self.copies:
+            if "average" in self.state[parameter]:
+                average = self.state[parameter]["average"]
+                weight = parameter.clone()
+                parameter.copy_(average)
+                average.copy_(weight)
 
     def _adamw(self, group: dict, scale: float) -> None:
         parameters = group["params"]
         if not parameters:
             return
         for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+            state = self.state[parameter]
+            if "step" not in state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
         if self.copies[parameters[0]] is not parameters[0]:
             self._adamw_with_copies(group, states, scale)
@@ -156,7 +192,7 @@ class Optimizer(torch.optim.Optimizer):
     def _muon(self, group: dict, scale: float) -> None:
         for parameter in group["params"]:
             state = self.state[parameter]
-            if not state:
+            if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(parameter)
             gradient = self.gradient(parameter).float() * scale
             momentum = state["momentum"].lerp_(gradient, 1 - _MOMENTUM)

@@ -50,7 +50,7 @@ from dflash_core.errors import DFlashError, InputError, MismatchError
 from dflash_core.loss import SlotCounts, weighted_loss
 from dflash_core.manifest import Dataset, require_same, sha256
 from dflash_core.model import Drafter, DrafterShape, resolve_shape
-from dflash_core.optim import Optimizer, bfloat16_copy, learning_rate
+from dflash_core.optim import Optimizer, average_decay, bfloat16_copy, learning_rate
 from dflash_core.packing import Pack
 from dflash_core.progress import Progress, silent
 from dflash_core.ranks import ALONE, GradientSums, Ranks, joined, shard
@@ -354,18 +354,22 @@ class Trainer:
         }
 
     def check(self, answers: list[Answer]) -> dict[str, float]:
-        """Acceptance on held-out answers: decoding's own, and simulated as on training text."""
+        """Acceptance on held-out answers: decoding's own, and simulated as on training text.
+
+        It is that of the averaged weights, where there are any.
+        """
         drafter: Any = self.drafter
-        if self._sharded:
-            drafter.unshard()
         # Eager: answers have many lengths, and a compiled layer would be compiled for each.
         with (
+            self.optimizer.averaged(),
             torch.compiler.set_stance("force_eager"),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"),
         ):
+            if self._sharded:
+                drafter.unshard()
             found = replay.acceptance(drafter, self._embedding_VH, self._head_VH, answers)
-        if self._sharded:
-            drafter.reshard()
+            if self._sharded:
+                drafter.reshard()
         return {
             "held_out_acceptance_length": found.decoded,
             "held_out_simulated": found.simulated,
@@ -478,7 +482,8 @@ class Trainer:
         rate = learning_rate(self.step, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self.optimizer.step(min(1.0, self.config.max_grad_norm / (norm + 1e-6)) / denominator)
+        scale = min(1.0, self.config.max_grad_norm / (norm + 1e-6)) / denominator
+        self.optimizer.step(scale, average_decay(self.step, self.config))
         self.step += 1
         return loss, norm, rate, all_tokens, counts
 
@@ -562,7 +567,7 @@ def _start(
     embedding, head = _frozen_ends(target, shape, device)
     step = 0
     if committed_steps(dataset):
-        drafter, _, step = load_drafter(dataset)
+        drafter, _, step = load_drafter(dataset, averaged=False)
     else:
         drafter = Drafter(shape, torch.Generator().manual_seed(config.seed))
         if config.warm_start:

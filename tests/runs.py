@@ -68,11 +68,13 @@ def sealed_run(
     name: str = "demo",
     hidden: str = "0" * 12,
     factor: float = 5.1234567,
+    averages: bool = False,
     **drafter: object,
 ) -> Dataset:
     """A run of 20 steps that changed the weights from one random draw to another.
 
     Args:
+        averages: of the weights are there, too, a third draw.
         factor: width of the weights; near 1 rounding stays below 1e-5 whoever computes.
     """
     values = {"num_hidden_layers": 2, "block_size": 5, "sliding_window": 6, **drafter}
@@ -81,7 +83,12 @@ def sealed_run(
     run = Dataset.create(root, "runs", name, version=1, config=config, inputs={"hidden": hidden})
     for step in (0, 20):
         made = wide_drafter(shape, step, factor)
-        save_checkpoint(run, step, made, Optimizer(made, config), [])
+        optimizer = Optimizer(made, config)
+        if averages and step:
+            others = wide_drafter(shape, step + 1, factor)
+            for parameter, other in zip(made.parameters(), others.parameters(), strict=True):
+                optimizer.state[parameter]["average"] = other.detach()
+        save_checkpoint(run, step, made, optimizer, [])
     contract = {**identify(target).contract(), "target_layer_ids": list(shape.target_layer_ids)}
     facts = {"num_steps": 20, "shape": shape_as_json(shape), "contract": contract}
     run.seal([unit_of(0), unit_of(20)], facts)

@@ -28,13 +28,13 @@ def run():
     return Dataset.create(root, "runs", "demo", version=1, config=CONFIG, inputs={})
 
 
-def trained(seed=0):
+def trained(seed=0, average_decay=0.0):
     """A drafter one optimiser step from its start."""
     drafter = tiny_drafter(seed)
     optimizer = Optimizer(drafter, CONFIG)
     for parameter in drafter.parameters():
         parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+    optimizer.step(average_decay=average_decay)
     return drafter, optimizer
 
 
@@ -55,6 +55,27 @@ def test_drafter_shape_and_optimizer_come_back_bit_for_bit(run):
         expected, found = optimizer.state[ours], fresh.state[theirs]
         assert expected.keys() == found.keys() == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(expected[field], found[field]) for field in expected)
+
+
+def test_averages_are_objects_of_their_own_and_what_others_load(run):
+    drafter, optimizer = trained(average_decay=0.5)
+    save_checkpoint(run, 10, drafter, optimizer, [])
+    averages = [optimizer.state[p]["average"] for p in drafter.parameters()]
+    assert all(map(torch.equal, load_drafter(run)[0].parameters(), averages))
+    raw = load_drafter(run, averaged=False)[0]
+    assert all(map(torch.equal, raw.parameters(), drafter.parameters()))
+    fresh = Optimizer(raw, CONFIG)
+    restore_optimizer(run, 10, raw, fresh)
+    for ours, theirs in zip(drafter.parameters(), raw.parameters(), strict=True):
+        expected, found = optimizer.state[ours], fresh.state[theirs]
+        assert expected.keys() == found.keys() == {"average", "step", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(expected[field], found[field]) for field in expected)
+    with_averages = run.record(unit_of(10))
+    save_checkpoint(run, 20, *trained(), [])
+    without = run.record(unit_of(20))
+    assert with_averages.keys() - without.keys() == {"average"}
+    sizes = [sum(item["size"] for item in r["optimizer"]) for r in (with_averages, without)]
+    assert sizes[0] == sizes[1]
 
 
 def test_large_checkpoints_are_cut_into_several_objects(run, monkeypatch):

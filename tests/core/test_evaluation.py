@@ -118,8 +118,11 @@ def test_records_hold_what_decoding_gives(root, target):
             assert outcome["difference"] is None
 
 
-def test_before_is_the_untrained_drafter_and_after_the_trained_one(root, target, monkeypatch):
-    dataset, run = planned(root, target)
+def test_before_is_the_untrained_drafter_and_after_the_average_of_the_trained_one(
+    root, target, monkeypatch
+):
+    run = sealed_run(root, target, averages=True)
+    dataset = evaluation.plan(root, "demo", run, sealed_corpus(root, rows(7)), target, CONFIG)
     genuine, used = evaluation.speculate_steps, []
 
     def watched(model, drafter, *rest):
@@ -129,6 +132,7 @@ def test_before_is_the_untrained_drafter_and_after_the_trained_one(root, target,
     monkeypatch.setattr(evaluation, "speculate_steps", watched)
     evaluation.run(dataset, run, target, CPU)
     untrained, trained = (load_drafter(run, step)[0].fc.weight for step in (0, 20))
+    assert not torch.equal(trained, load_drafter(run, averaged=False)[0].fc.weight)
     expected = [untrained, trained] * 3 + [trained] * 2  # warm-up and two prompts with both
     assert len(used) == len(expected)
     assert all(map(torch.equal, used, expected))

@@ -7,7 +7,14 @@ import torch
 
 from dflash_core import optim
 from dflash_core.config import TrainConfig
-from dflash_core.optim import Optimizer, adamw_, bfloat16_copy, learning_rate, orthogonal
+from dflash_core.optim import (
+    Optimizer,
+    adamw_,
+    average_decay,
+    bfloat16_copy,
+    learning_rate,
+    orthogonal,
+)
 from tests.drafters import tiny_drafter
 
 
@@ -73,6 +80,57 @@ def test_copies_follow_the_float32_weights_and_give_their_gradients(kind, uncomp
         assert optimizer.state[weight].keys() == plain_optimizer.state[mine].keys()
         for name, value in optimizer.state[weight].items():
             torch.testing.assert_close(value, plain_optimizer.state[mine][name])
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_averages_are_those_of_a_plain_loop_and_change_no_weight(kind, copies, uncompiled):
+    config = TrainConfig(optimizer=kind, ema_decay=0.25)
+    plain, drafter = tiny_drafter(), tiny_drafter()
+    plain_optimizer = Optimizer(plain, config, bfloat16_copy(plain) if copies else None)
+    optimizer = Optimizer(drafter, config, bfloat16_copy(drafter) if copies else None)
+    expected = [parameter.detach().double() for parameter in plain.parameters()]
+    for step, keep in enumerate([1 / 10, 2 / 11, 0.25, 0.25]):  # 3 / 12 is the decay itself
+        assert average_decay(step, config) == pytest.approx(keep)
+        for one in (plain_optimizer, optimizer):
+            set_gradients_of(one, seed=step)
+        plain_optimizer.step(0.5)
+        optimizer.step(0.5, average_decay(step, config))
+        expected = [
+            keep * average + (1 - keep) * parameter.detach().double()
+            for average, parameter in zip(expected, plain.parameters(), strict=True)
+        ]
+    raw = list(plain.parameters())
+    assert all(map(torch.equal, raw, drafter.parameters()))
+    assert not any("average" in state for state in plain_optimizer.state.values())
+    for average, parameter in zip(expected, drafter.parameters(), strict=True):
+        found = optimizer.state[parameter]["average"]
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), average, atol=1e-7, rtol=1e-6)
+        assert not torch.equal(found, parameter)
+
+
+def set_gradients_of(optimizer, *, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for copied in optimizer.copies.values():
+        copied.grad = torch.randn(copied.shape, generator=generator).to(copied.dtype)
+
+
+def test_weights_and_averages_change_places_and_come_back():
+    config = TrainConfig(ema_decay=0.9)
+    drafter = tiny_drafter()
+    optimizer = Optimizer(drafter, config)
+    set_gradients(drafter)
+    optimizer.step(1.0, 0.5)
+    places = [parameter.data_ptr() for parameter in drafter.parameters()]
+    weights = [parameter.detach().clone() for parameter in drafter.parameters()]
+    averages = [optimizer.state[p]["average"].clone() for p in drafter.parameters()]
+    with optimizer.averaged():
+        assert all(map(torch.equal, drafter.parameters(), averages))
+    assert all(map(torch.equal, drafter.parameters(), weights))
+    assert [parameter.data_ptr() for parameter in drafter.parameters()] == places
+    for parameter, average in zip(drafter.parameters(), averages, strict=True):
+        assert torch.equal(optimizer.state[parameter]["average"], average)
 
 
 def test_steps_smaller_than_bfloat16_can_hold_add_up(uncompiled):

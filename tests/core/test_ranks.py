@@ -16,6 +16,7 @@ from tests.core.test_train import CONFIG, make_hidden, without_clocks
 from tests.drafters import tiny_drafter
 
 LAST = CONFIG.num_steps
+AVERAGED = CONFIG.model_copy(update={"ema_decay": 0.9})
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -34,35 +35,50 @@ def hidden(root, target):
     return make_hidden(root, target)
 
 
-def train(root, hidden, target, name, processes, sharding="replicate", *, stop_after=None):
+def train(
+    root,
+    hidden,
+    target,
+    name,
+    processes,
+    sharding="replicate",
+    *,
+    stop_after=None,
+    config=CONFIG,
+):
     def progress(done, total, numbers):
         assert total == LAST
         if done == stop_after:
             raise KeyboardInterrupt
 
-    dataset = plan(root, name, hidden, target, CONFIG)
+    dataset = plan(root, name, hidden, target, config)
     runtime = Runtime(device="cpu", train_processes=processes, sharding=sharding)
     launch.run(dataset, hidden, target, runtime, progress)
     return dataset
 
 
-def weights(run, step=LAST):
-    return torch.cat([p.detach().flatten() for p in load_drafter(run, step)[0].parameters()])
+def weights(run, averaged=False):
+    drafter = load_drafter(run, LAST, averaged=averaged)[0]
+    return torch.cat([p.detach().flatten() for p in drafter.parameters()])
 
 
-def moments(run, step=LAST):
-    drafter = load_drafter(run, step)[0]
+def moments(run):
+    drafter = load_drafter(run, LAST)[0]
     optimizer = Optimizer(drafter, CONFIG)
-    restore_optimizer(run, step, drafter, optimizer)
+    restore_optimizer(run, LAST, drafter, optimizer)
     return torch.cat([optimizer.state[p]["exp_avg_sq"].flatten() for p in drafter.parameters()])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["replicate", "shard"])
 def test_two_ranks_train_as_one_and_resume_to_the_bit(root, hidden, target, sharding):
-    one = train(root, hidden, target, "one", 1)
-    two = train(root, hidden, target, f"two-{sharding}", 2, sharding)
-    torch.testing.assert_close(weights(two), weights(one), atol=1e-6, rtol=1e-5)
+    one = train(root, hidden, target, "one", 1, config=AVERAGED)
+    two = train(root, hidden, target, f"two-{sharding}", 2, sharding, config=AVERAGED)
+    for averaged in (False, True):
+        torch.testing.assert_close(
+            weights(two, averaged), weights(one, averaged), atol=1e-6, rtol=1e-5
+        )
+    assert not torch.allclose(weights(two), weights(two, averaged=True), atol=1e-4)
     torch.testing.assert_close(moments(two), moments(one), atol=1e-9, rtol=1e-4)
     for mine, theirs in zip(read_metrics(two), read_metrics(one), strict=True):
         assert mine.keys() == theirs.keys()
@@ -70,9 +86,10 @@ def test_two_ranks_train_as_one_and_resume_to_the_bit(root, hidden, target, shar
             assert mine[name] == pytest.approx(theirs[name], rel=1e-5)
         assert mine["packs"] == theirs["packs"]
     with pytest.raises(KeyboardInterrupt):
-        train(root, hidden, target, f"cut-{sharding}", 2, sharding, stop_after=3)
-    cut = train(root, hidden, target, f"cut-{sharding}", 2, sharding)
-    assert torch.equal(weights(cut), weights(two))
+        train(root, hidden, target, f"cut-{sharding}", 2, sharding, stop_after=3, config=AVERAGED)
+    cut = train(root, hidden, target, f"cut-{sharding}", 2, sharding, config=AVERAGED)
+    for averaged in (False, True):
+        assert torch.equal(weights(cut, averaged), weights(two, averaged))
     assert torch.equal(moments(cut), moments(two))
     assert without_clocks(read_metrics(cut)) == without_clocks(read_metrics(two))
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dflash_core import export
+from dflash_core import export, replay
 from dflash_core.checkpoint import (
     load_drafter,
     read_metrics,
@@ -18,6 +18,7 @@ from dflash_core.config import DrafterConfig, ExportConfig, ExtractConfig, Runti
 from dflash_core.data import packs_of_step
 from dflash_core.errors import DFlashError, IncompleteError, InputError, MismatchError
 from dflash_core.hidden_states import create_store, pack_unit, write_pack
+from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
 from dflash_core.optim import Optimizer
@@ -216,7 +217,7 @@ def make_hidden(root, target, *, broken=None, silent=None, hidden_size=32, last=
     return hidden
 
 
-def train(root, hidden, target, *, interrupt_after=None, name="demo"):
+def train(root, hidden, target, *, interrupt_after=None, name="demo", config=CONFIG):
     """Plans and runs; raises KeyboardInterrupt once `interrupt_after` steps are done."""
 
     def progress(done, total, numbers):
@@ -225,7 +226,7 @@ def train(root, hidden, target, *, interrupt_after=None, name="demo"):
         if done == interrupt_after:
             raise KeyboardInterrupt
 
-    dataset = plan(root, name, hidden, target, CONFIG)
+    dataset = plan(root, name, hidden, target, config)
     run(dataset, hidden, target, CPU, progress)
     return dataset
 
@@ -267,6 +268,31 @@ def test_a_run_starts_from_an_exported_drafter(root, target, tmp_path):
         assert torch.equal(start, end.bfloat16().float())
 
 
+def test_averages_are_exported_and_started_from_and_leave_the_run_as_it_is(root, target, tmp_path):
+    hidden = make_hidden(root, target)
+    config = CONFIG.model_copy(update={"ema_decay": 0.9})
+    plain = train(root, hidden, target)
+    first = train(root, hidden, target, config=config)
+    weights = load_drafter(first, averaged=False)[0]
+    assert all(map(torch.equal, weights.parameters(), load_drafter(plain)[0].parameters()))
+    averages = list(load_drafter(first)[0].parameters())
+    assert not any(map(torch.equal, averages, weights.parameters()))
+    seal(first, hidden)
+    exported = export.plan(root, "demo", first, target, ExportConfig())
+    export.run(exported, first, target)
+    written = read_drafter(exported.storage.child("z-lab")).build()
+    second = plan(
+        root, "demo", hidden, target, config.model_copy(update={"warm_start": first.path})
+    )
+    run(second, hidden, target, CPU)
+    start = load_drafter(second, 0)[0]
+    for average, other, begun in zip(
+        averages, written.parameters(), start.parameters(), strict=True
+    ):
+        assert torch.equal(other, average.bfloat16().float())
+        assert torch.equal(begun, average)
+
+
 def copy_folder(storage, folder):
     for info in storage.list(""):
         (folder / info.key).write_bytes(storage.get(info.key))
@@ -283,7 +309,9 @@ def test_a_drafter_that_does_not_fit_is_no_start(root, target):
         plan(root, "demo", hidden, target, config)
 
 
-def test_checks_on_held_out_prompts_are_noted_and_warn_when_they_part(root, target, caplog):
+def test_checks_on_held_out_prompts_are_noted_and_warn_when_they_part(
+    root, target, caplog, monkeypatch
+):
     hidden = make_hidden(root, target)
     corpus = sealed_corpus(root, [make_row(question(index)) for index in range(3)])
     config = CONFIG.model_copy(update={"check_every": 2, "check_prompts": 2, "check_new_tokens": 8})
@@ -293,7 +321,24 @@ def test_checks_on_held_out_prompts_are_noted_and_warn_when_they_part(root, targ
     run(dataset, hidden, target, CPU, corpus=corpus)
     checked = [e["step"] for e in read_metrics(dataset) if "held_out_acceptance_length" in e]
     assert checked == [2, 4]
+    judged = []
+    with monkeypatch.context() as patch:
+        genuine = replay.acceptance
+        patch.setattr(
+            replay,
+            "acceptance",
+            lambda drafter, *rest: (
+                judged.append(drafter.fc.weight.clone()) or genuine(drafter, *rest)
+            ),
+        )
+        averaging = config.model_copy(update={"ema_decay": 0.9})
+        averaged = plan(root, "demo", hidden, target, averaging)
+        run(averaged, hidden, target, CPU, corpus=corpus)
+    for step, weight in zip((2, 4), judged, strict=True):
+        assert torch.equal(weight, load_drafter(averaged, step)[0].fc.weight)
     plain = train(root, hidden, target, name="plain")
+    raw = load_drafter(averaged, averaged=False)[0]
+    assert torch.equal(load_drafter(plain)[0].fc.weight, raw.fc.weight)
     assert torch.equal(load_drafter(plain)[0].fc.weight, load_drafter(dataset)[0].fc.weight)
     _warn_if_apart({"step": 7, "acceptance_length": 3.0, "held_out_simulated": 1.9})
     assert "step 7: simulated acceptance length is 3.00 on training text and 1.90" in caplog.text
@@ -386,21 +431,26 @@ def test_a_run_commits_the_untrained_each_interval_and_the_end(root, target):
     assert manifest["facts"]["loss"] == pytest.approx(np.mean([entry["loss"] for entry in entries]))
 
 
+@pytest.mark.parametrize("ema_decay", [0.0, 0.9])
 @pytest.mark.parametrize("interrupt_after", [[1], [2], [3], [1, 3, 4]])
-def test_an_interrupted_run_ends_with_the_bits_of_an_unbroken_one(root, target, interrupt_after):
+def test_an_interrupted_run_ends_with_the_bits_of_an_unbroken_one(
+    root, target, interrupt_after, ema_decay
+):
     hidden = make_hidden(root, target)
-    whole = train(root, hidden, target, name="whole")
+    config = CONFIG.model_copy(update={"ema_decay": ema_decay})
+    whole = train(root, hidden, target, name="whole", config=config)
     for step in interrupt_after:
         with pytest.raises(KeyboardInterrupt):
-            train(root, hidden, target, interrupt_after=step, name="cut")
-    cut = train(root, hidden, target, name="cut")
+            train(root, hidden, target, interrupt_after=step, name="cut", config=config)
+    cut = train(root, hidden, target, name="cut", config=config)
     for step in (0, 2, 4, 5):
-        ours, theirs = load_drafter(whole, step)[0], load_drafter(cut, step)[0]
+        ours, theirs = (load_drafter(one, step, averaged=False)[0] for one in (whole, cut))
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
         optimizers = [Optimizer(drafter, CONFIG) for drafter in (ours, theirs)]
         restore_optimizer(whole, step, ours, optimizers[0])
         restore_optimizer(cut, step, theirs, optimizers[1])
         for first, second in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert ("average" in optimizers[0].state[first]) == (ema_decay > 0 and step > 0)
             for field, value in optimizers[0].state[first].items():
                 assert torch.equal(value, optimizers[1].state[second][field])
     assert without_clocks(read_metrics(cut)) == without_clocks(read_metrics(whole))
