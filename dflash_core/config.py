@@ -235,7 +235,10 @@ class TrainConfig(Config):
     """Most anchors drawn from a pack; drawn anew at every visit."""
     loss: Literal["ce", "kl", "lk"] = "ce"
     """What a slot learns: the token of the text (`ce`), the target's distribution (`kl`), or to overlap with
-    it, which is what sampled decoding accepts (`lk`). The last two need states extracted with extract.last."""
+    it, which is what sampled decoding accepts (`lk`)."""
+    teacher: Literal["last", "top-k"] = "last"
+    """How `kl` and `lk` know the target's distribution: whole, from its last states (extract.last), or from its
+    most likely tokens with all others as one bucket (extract.teacher_top_k), which is much less to read."""
     slot_weights: Literal["decay", "dpace"] = "decay"
     """How the slots of a block weigh: exponential decay, or D-PACE, by how likely the drafter is to be
     right up to there; with loss `ce` only."""
@@ -276,6 +279,11 @@ class TrainConfig(Config):
     """Held-out prompts of a check, lowest content hash first."""
     check_new_tokens: int = Field(default=128, ge=2)
     """Longest answer in a check."""
+
+    @property
+    def learns_from(self) -> Literal["text", "last", "top-k"]:
+        """What the loss compares with: the text, or the target's distribution as `teacher` has it."""
+        return "text" if self.loss == "ce" else self.teacher
 
 
 class PromptSetConfig(Config):

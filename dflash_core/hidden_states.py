@@ -487,6 +487,7 @@ class HiddenStates:
         length: np.ndarray,
         *,
         last: bool = False,
+        top_k: bool = False,
         index: RecordIndex | None = None,
         cache: ObjectCache | None = None,
     ) -> None:
@@ -496,6 +497,11 @@ class HiddenStates:
         self.start = start
         self.length = length
         self.num_taps = layout.num_taps - (layout.last and not last)
+        self._sides = [
+            "input_ids",
+            "loss_mask",
+            *(["teacher_ids", "teacher_logprobs"] if top_k else []),
+        ]
         self._index = index
         self._cache = cache
         self._records: dict[int, dict] = {}
@@ -509,6 +515,7 @@ class HiddenStates:
         dataset: Dataset,
         *,
         last: bool = False,
+        top_k: bool = False,
         cache: ObjectCache | None = None,
         use_index: bool = True,
     ) -> HiddenStates:
@@ -516,17 +523,23 @@ class HiddenStates:
 
         Args:
             last: return the tap `last`, too, behind the others.
+            top_k: packs hold the target's most likely tokens, too.
             cache: keeps the objects of whole packs on a local disk.
             use_index: of a sealed store take the records from its index, not one by one.
 
         Raises:
-            InputError: the store has no tap `last`.
+            InputError: the store has no tap `last`, or no most likely tokens.
         """
         attributes = _read_attributes(dataset)
         layout = Layout(**attributes["layout"])
         if last and not layout.last:
             raise InputError(
                 f"{dataset.url} holds no final hidden states; extract with extract.last=true"
+            )
+        if top_k and not layout.teacher_top_k:
+            raise InputError(
+                f"{dataset.url} holds no most likely tokens of the target: its teacher_top_k is 0, expected 1 or "
+                "more; extract with extract.teacher_top_k=64, for example"
             )
         start = _read_array(dataset, "start", "<i8")
         length = _read_array(dataset, "length", "<i4")
@@ -537,6 +550,7 @@ class HiddenStates:
             start,
             length,
             last=last,
+            top_k=top_k,
             index=RecordIndex.open(dataset, layout) if use_index else None,
             cache=cache,
         )
@@ -580,8 +594,8 @@ class HiddenStates:
         layout = self.layout
         counts = [len(item["crc32c"]) for item in self._record(index)["shards"]]
         hidden_TLH = self._empty(layout.pack_tokens)
-        with ThreadPoolExecutor(min(_READERS, len(counts) + 2)) as pool:
-            tokens = [pool.submit(self._side, index, name) for name in ("input_ids", "loss_mask")]
+        with ThreadPoolExecutor(min(_READERS, len(counts) + len(self._sides))) as pool:
+            sides = {name: pool.submit(self._side, index, name) for name in self._sides}
             scale = self._scale(index, pool)
             rows = hidden_TLH.split(layout.shard_rows)
             shards = [
@@ -590,9 +604,9 @@ class HiddenStates:
             ]
             for future in shards:
                 future.result()
-            ids, mask = (future.result() for future in tokens)
+            arrays = {name: future.result() for name, future in sides.items()}
         hidden_TLH[sum(counts) * layout.chunk_rows :] = 0
-        return self._pack(index, ids, mask), hidden_TLH
+        return self._pack(index, arrays), hidden_TLH
 
     def read_sample(self, index: int, first: int = 0, stop: int | None = None) -> Tensor:
         """Tokens first .. stop of one sample, bfloat16 [stop - first, L, H]; all of them by default.
@@ -661,15 +675,14 @@ class HiddenStates:
                 ) from None
         return self._records[pack]
 
-    def _pack(self, index: int, ids: np.ndarray, mask: np.ndarray) -> Pack:
+    def _pack(self, index: int, arrays: dict[str, np.ndarray]) -> Pack:
         samples = self._order[self._bounds[index] : self._bounds[index + 1]]
         return Pack(
             index=index,
-            input_ids=ids,
-            loss_mask=mask,
             start=(self.start[samples] - index * self.pack_tokens).astype(np.int32),
             length=self.length[samples],
             samples=samples,
+            **arrays,
         )
 
     def _side(self, pack: int, name: str) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,10 @@ from dflash_core.blocks import Blocks
 # Logits that exist at once. CPU: 256 MiB in float32. GPU: 805 MB in bfloat16, 1,621 slots of a
 # 248,320-token vocabulary; every chunk reads the head twice, so small ones cost more than they save.
 CHUNK_ELEMENTS = {"cpu": 2**26, "cuda": 3 * 2**27}
+_NOT_STORED = 1.0  # no log-probability: those are 0 at most
+# A bucket that neither a rounded sum nor a drafter without doubts may empty: float16 holds log-probabilities
+# near 0 to 1e-7, others to 1/2048 of themselves.
+_LEAST_BUCKET, _TINY = 1e-6, 1e-30
 
 
 def frozen_head_loss(
@@ -25,7 +29,7 @@ def frozen_head_loss(
     head_VH: Tensor,
     labels_M: Tensor,
     kind: str = "ce",
-    teacher_MH: Tensor | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Loss of each slot's logits, float32 [M], and whether the label is its likeliest token.
 
@@ -35,10 +39,9 @@ def frozen_head_loss(
 
     Args:
         kind: `ce`, or one of `DISTILLATIONS`.
-        teacher_MH: for those, the target's last hidden state behind its final norm, at the position that
-            predicts the label.
+        teacher: for those, what is known of the target at the positions that predict the labels.
     """
-    return _FrozenHeadLoss.apply(hidden_MH, head_VH, labels_M, kind, teacher_MH)
+    return _FrozenHeadLoss.apply(hidden_MH, head_VH, labels_M, kind, teacher)
 
 
 class _FrozenHeadLoss(torch.autograd.Function):
@@ -49,7 +52,7 @@ class _FrozenHeadLoss(torch.autograd.Function):
         head_VH: Tensor,
         labels_M: Tensor,
         kind: str,
-        teacher_MH: Tensor | None,
+        teacher: Teacher | None,
     ):
         device = hidden_MH.device
         loss_M = torch.empty(len(labels_M), device=device)
@@ -59,20 +62,20 @@ class _FrozenHeadLoss(torch.autograd.Function):
         if device.type == "cuda":
             rows = -(-rows // _GPU_ROWS) * _GPU_ROWS  # few shapes to compile, and whole tiles
         logits_RV = torch.zeros(rows, len(head_VH), dtype=head_VH.dtype, device=device)
-        teacher_RV = torch.zeros_like(logits_RV) if kind != "ce" else None
         labels_R = torch.zeros(rows, dtype=labels_M.dtype, device=device)
         loss_of = _loss_function(kind, device.type == "cuda")
+        inputs, known_RV = (logits_RV, labels_R), None
+        if kind in DISTILLATIONS:
+            assert teacher is not None, "a distillation needs a teacher"
+            known_RV = teacher.buffer(logits_RV)
+            inputs += (DISTILLATIONS[kind], teacher.log_p_of, known_RV)
         for start in range(0, len(labels_M), rows):
             part = slice(start, start + rows)
             size = len(labels_M[part])
             torch.mm(hidden_MH[part].to(head_VH.dtype), head_VH.T, out=logits_RV[:size])
-            if teacher_RV is not None:
-                assert teacher_MH is not None, "a distillation needs a teacher"
-                torch.mm(teacher_MH[part].to(head_VH.dtype), head_VH.T, out=teacher_RV[:size])
+            if teacher is not None and known_RV is not None:
+                teacher.rows(part).write(known_RV[:size], head_VH)
             labels_R[:size] = labels_M[part]
-            inputs = (
-                (logits_RV, labels_R) if teacher_RV is None else (logits_RV, labels_R, teacher_RV)
-            )
             loss_R, correct_R = loss_of(*inputs)
             loss_M[part], correct_M[part] = loss_R[:size], correct_R[:size]
             if grad_MH is not None:
@@ -116,35 +119,125 @@ def fused_cross_entropy_(logits_RV: Tensor, labels_R: Tensor) -> tuple[Tensor, T
     return loss_R1[:, 0], (label_R1 == top_R1)[:, 0]
 
 
-def kl_(logits_RV: Tensor, labels_R: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Divergence KL(p to q) of the target's distribution p from the drafter's q, as `cross_entropy_`."""
-    log_q_RV, log_p_RV = (x.float().log_softmax(dim=-1) for x in (logits_RV, teacher_RV))
-    q_RV, p_RV = log_q_RV.exp(), log_p_RV.exp()
+def distil_(
+    logits_RV: Tensor,
+    labels_R: Tensor,
+    divergence: Divergence,
+    log_p_of: Callable[[Tensor, Tensor], Tensor],
+    known_RV: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Losses and hits as `cross_entropy_`, against the target's distribution p in place of the label.
+
+    Args:
+        divergence: one of `DISTILLATIONS`.
+        log_p_of, known_RV: of a `Teacher`: logarithms of p from those of the drafter's q and from what is
+            known of p.
+    """
+    log_q_RV = logits_RV.float().log_softmax(dim=-1)
+    loss_R, slope_RV = divergence(log_q_RV, log_p_of(log_q_RV, known_RV))
     correct_R = _is_top(logits_RV, labels_R)
-    logits_RV.copy_(q_RV - p_RV)
-    return (p_RV * (log_p_RV - log_q_RV)).sum(-1), correct_R
+    logits_RV.copy_(slope_RV)
+    return loss_R, correct_R
 
 
-def lk_(logits_RV: Tensor, labels_R: Tensor, teacher_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """Hybrid LK: weight * KL + (1 - weight) * (1 - overlap), as `cross_entropy_`.
+def kl(log_q_RV: Tensor, log_p_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Divergence KL(p to q) of the target's distribution p from the drafter's q, and its slope."""
+    q_RV, p_RV = log_q_RV.exp(), log_p_RV.exp()
+    return (p_RV * (log_p_RV - log_q_RV)).sum(-1), q_RV - p_RV
+
+
+def lk(log_q_RV: Tensor, log_p_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """Hybrid LK: weight * KL + (1 - weight) * (1 - overlap), and its slope.
 
     The overlap sum(min(p, q)) is the chance that sampled decoding accepts the slot. The weight
     exp(-3 overlap), without a gradient, leads from KL to the overlap as the drafter gets better.
 
     Reference: https://arxiv.org/abs/2602.23881
     """
-    log_q_RV, log_p_RV = (x.float().log_softmax(dim=-1) for x in (logits_RV, teacher_RV))
     q_RV, p_RV = log_q_RV.exp(), log_p_RV.exp()
-    correct_R = _is_top(logits_RV, labels_R)
-    kl_R = (p_RV * (log_p_RV - log_q_RV)).sum(-1)
+    kl_R, kl_slope_RV = kl(log_q_RV, log_p_RV)
     overlap_R = torch.minimum(p_RV, q_RV).sum(-1)
-    weight_R1 = (-3 * overlap_R).exp()[:, None]
+    weight_R = (-3 * overlap_R).exp()
+    weight_R1 = weight_R[:, None]
     # More of a token that the drafter gives too little helps; softmax takes it from all tokens.
     short_RV = q_RV * (q_RV < p_RV)
     overlap_slope_RV = short_RV - q_RV * short_RV.sum(-1, keepdim=True)
-    logits_RV.copy_(weight_R1 * (q_RV - p_RV) - (1 - weight_R1) * overlap_slope_RV)
-    weight_R = weight_R1[:, 0]
-    return weight_R * kl_R + (1 - weight_R) * (1 - overlap_R), correct_R
+    slope_RV = weight_R1 * kl_slope_RV - (1 - weight_R1) * overlap_slope_RV
+    return weight_R * kl_R + (1 - weight_R) * (1 - overlap_R), slope_RV
+
+
+def log_p_of_logits(log_q_RV: Tensor, logits_RV: Tensor) -> Tensor:
+    """The target's log-probabilities from its logits, whatever the drafter's are."""
+    return logits_RV.float().log_softmax(dim=-1)
+
+
+def log_p_of_top_k(log_q_RV: Tensor, stored_RV: Tensor) -> Tensor:
+    """The target's log-probabilities from those of its most likely tokens, all others being one bucket.
+
+    In the bucket p is spread like q. That makes the KL divergence, the overlap and their slopes over all
+    tokens those over the most likely tokens and the bucket.
+
+    Args:
+        stored_RV: log-probabilities of the most likely tokens, `_NOT_STORED` for the others.
+    """
+    in_bucket_RV = stored_RV == _NOT_STORED
+    stored_RV = stored_RV.float()
+    top_R1 = stored_RV.exp().masked_fill(in_bucket_RV, 0).sum(-1, keepdim=True)
+    bucket_R1 = (1 - top_R1).clamp(min=_LEAST_BUCKET)
+    drafters_R1 = log_q_RV.exp().where(in_bucket_RV, 0).sum(-1, keepdim=True).clamp(min=_TINY)
+    log_p_RV = torch.where(in_bucket_RV, log_q_RV + (bucket_R1 / drafters_R1).log(), stored_RV)
+    # What is stored is rounded and may add up to more than 1.
+    return log_p_RV - (top_R1 + bucket_R1).log()
+
+
+@dataclass(frozen=True)
+class LastStates:
+    """A teacher that knows the target's whole distribution."""
+
+    states_MH: Tensor
+    """The target's last hidden states, behind its final norm."""
+
+    log_p_of: ClassVar = staticmethod(log_p_of_logits)
+
+    def __len__(self) -> int:
+        return len(self.states_MH)
+
+    def rows(self, chosen: Tensor | slice) -> LastStates:
+        return LastStates(self.states_MH[chosen])
+
+    def buffer(self, logits_RV: Tensor) -> Tensor:
+        """Zeros to be filled with what is known of as many rows as there are logits."""
+        return torch.zeros_like(logits_RV)
+
+    def write(self, known_MV: Tensor, head_VH: Tensor) -> None:
+        """Fills rows of a buffer with logits."""
+        torch.mm(self.states_MH.to(head_VH.dtype), head_VH.T, out=known_MV)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """A teacher that knows the target's most likely tokens."""
+
+    ids_MK: Tensor
+    """Integers, different ones in a row."""
+    logprobs_MK: Tensor
+    """Their log-probabilities among the whole vocabulary."""
+
+    log_p_of: ClassVar = staticmethod(log_p_of_top_k)
+
+    def __len__(self) -> int:
+        return len(self.ids_MK)
+
+    def rows(self, chosen: Tensor | slice) -> TopK:
+        return TopK(self.ids_MK[chosen], self.logprobs_MK[chosen])
+
+    def buffer(self, logits_RV: Tensor) -> Tensor:
+        """As that of `LastStates`."""
+        return torch.zeros_like(logits_RV, dtype=self.logprobs_MK.dtype)
+
+    def write(self, known_MV: Tensor, head_VH: Tensor) -> None:
+        """Fills rows of a buffer with log-probabilities, `_NOT_STORED` between them."""
+        known_MV.fill_(_NOT_STORED).scatter_(1, self.ids_MK.long(), self.logprobs_MK)
 
 
 def _is_top(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
@@ -152,14 +245,16 @@ def _is_top(logits_RV: Tensor, labels_R: Tensor) -> Tensor:
 
 
 LossFunction: TypeAlias = Callable[..., tuple[Tensor, Tensor]]
-DISTILLATIONS: dict[str, LossFunction] = {"kl": kl_, "lk": lk_}
+Divergence: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Teacher: TypeAlias = LastStates | TopK
+DISTILLATIONS: dict[str, Divergence] = {"kl": kl, "lk": lk}
 _GPU_ROWS = 256
 
 
 def _loss_function(kind: str, compiled: bool) -> LossFunction:
     if compiled:
-        return _compiled(DISTILLATIONS.get(kind, fused_cross_entropy_))
-    return DISTILLATIONS.get(kind, cross_entropy_)
+        return _compiled(distil_ if kind in DISTILLATIONS else fused_cross_entropy_)
+    return distil_ if kind in DISTILLATIONS else cross_entropy_
 
 
 @lru_cache
@@ -229,7 +324,7 @@ def weighted_loss(
     first_slot: int = 1,
     dpace_alpha: float | None = None,
     kind: str = "ce",
-    teacher_TH: Tensor | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, SlotCounts]:
     """Sum over supervised slots of weight times loss, and the counts beside it.
 
@@ -244,21 +339,20 @@ def weighted_loss(
         first_slot: first slot that predicts.
         dpace_alpha: weigh by `dpace_weights`, with `ce` only; None takes the weights of `blocks`.
         kind: `ce`, or one of `DISTILLATIONS`.
-        teacher_TH: for those, the target's last hidden states of the pack, behind its final norm.
+        teacher: for those, what is known of the target at each row of the pack.
     """
     chosen_M, size = blocks.supervised_M, blocks.labels_NK.shape
-    teacher_MH = None
-    if teacher_TH is not None:
+    if teacher is not None:
         # The target's row i predicts token i + 1: slot j's label is predicted a row before it.
         slots_K = torch.arange(size[1], device=chosen_M.device) - first_slot
-        rows_NK = (blocks.anchors_N[:, None] + slots_K).clamp(max=len(teacher_TH) - 1)
-        teacher_MH = teacher_TH[rows_NK.flatten()[chosen_M]]
+        rows_NK = (blocks.anchors_N[:, None] + slots_K).clamp(max=len(teacher) - 1)
+        teacher = teacher.rows(rows_NK.flatten()[chosen_M])
     loss_M, correct_M = frozen_head_loss(
         hidden_NKH.reshape(size.numel(), -1).index_select(0, chosen_M),
         head_VH,
         blocks.labels_NK.flatten()[chosen_M],
         kind,
-        teacher_MH,
+        teacher,
     )
 
     def spread(values_M: Tensor) -> Tensor:

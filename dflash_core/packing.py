@@ -77,6 +77,8 @@ class Pack:
         start: int32 [num_samples], first row of each sample, ascending.
         length: int32 [num_samples].
         samples: int32 [num_samples], their numbers in the tokens dataset.
+        teacher_ids, teacher_logprobs: uint32 and float16 [T, K], the target's most likely next tokens at each
+            row, where a reader was asked for them.
     """
 
     index: int
@@ -85,6 +87,8 @@ class Pack:
     start: np.ndarray
     length: np.ndarray
     samples: np.ndarray
+    teacher_ids: np.ndarray | None = None
+    teacher_logprobs: np.ndarray | None = None
 
     @property
     def num_tokens(self) -> int:

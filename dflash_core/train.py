@@ -47,7 +47,7 @@ from dflash_core.data import (
 )
 from dflash_core.devices import resolve_device, to_device
 from dflash_core.errors import DFlashError, InputError, MismatchError
-from dflash_core.loss import SlotCounts, weighted_loss
+from dflash_core.loss import LastStates, SlotCounts, Teacher, TopK, weighted_loss
 from dflash_core.manifest import Dataset, require_same, sha256
 from dflash_core.model import Drafter, DrafterShape, resolve_shape
 from dflash_core.optim import Optimizer, average_decay, bfloat16_copy, learning_rate
@@ -60,6 +60,7 @@ from dflash_core.training_log import TrainingLog, picture
 
 if TYPE_CHECKING:
     from dflash_core.hidden_states import HiddenStates
+    from dflash_core.object_cache import ObjectCache
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +81,7 @@ def plan(
             that it names.
         IncompleteError: the hidden states are not complete.
     """
-    from dflash_core.hidden_states import HiddenStates
-
-    store = HiddenStates.open(hidden.require_stage("hidden"), last=config.loss != "ce")
+    store = _open(hidden, config)
     shape = _resolve(store, target, config)
     inputs = {"hidden": hidden.fingerprint}
     if config.warm_start:
@@ -122,21 +121,28 @@ def run(
     Raises:
         DFlashError: a loss or gradient is not finite; names step and packs, and nothing is committed.
     """
-    from dflash_core.hidden_states import HiddenStates
     from dflash_core.object_cache import ObjectCache
 
     if not missing(dataset):
         return
     config = _config(dataset)
     with joined(resolve_device(runtime.device)) as (ranks, device):
-        store = HiddenStates.open(
-            hidden.require_stage("hidden"),
-            last=config.loss != "ce",
-            cache=ObjectCache.of(runtime),
-        )
+        store = _open(hidden, config, ObjectCache.of(runtime))
         answers = _answers(corpus, store, target, config, runtime)
         trainer = _start(dataset, store, target, config, runtime, ranks, device)
         _train(dataset, store, trainer, answers, runtime, progress or silent)
+
+
+def _open(hidden: Dataset, config: TrainConfig, cache: ObjectCache | None = None) -> HiddenStates:
+    """The hidden states, with what the loss needs beside them."""
+    from dflash_core.hidden_states import HiddenStates
+
+    return HiddenStates.open(
+        hidden.require_stage("hidden"),
+        last=config.learns_from == "last",
+        top_k=config.learns_from == "top-k",
+        cache=cache,
+    )
 
 
 def _answers(
@@ -257,7 +263,7 @@ class Trainer:
         compiled: compile the drafter and attend with FlexAttention, which needs Triton; else the drafter
             runs as it is, with attention in tiles.
         recompute: keep no activations inside layers.
-        teacher_norm: the target's final norm, on the device, where the loss needs its distribution.
+        teacher_norm: the target's final norm, on the device, where the loss learns from last states.
 
     Raises:
         InputError: values that do not go together.
@@ -414,7 +420,6 @@ class Trainer:
         hidden_TLH = hidden_TLH.to(device, non_blocking=True)
         num_taps = len(drafter.shape.target_layer_ids)
         taps_BTC = hidden_TLH[:, :num_taps].flatten(1)[None]
-        teacher_TH = self._teacher_norm(hidden_TLH[:, num_taps]) if self._teacher_norm else None
         masks = self._masks(blocks, len(positions_T))
         # The residual stream stays float32, also where the embedding is bfloat16.
         embeds_BQH = F.embedding(blocks.token_ids_NK.flatten(), self._embedding_VH).float()[None]
@@ -433,8 +438,19 @@ class Trainer:
             first_slot=drafter.shape.first_slot,
             dpace_alpha=self.config.dpace_alpha if self.config.slot_weights == "dpace" else None,
             kind=self.config.loss,
-            teacher_TH=teacher_TH,
+            teacher=self._teacher(pack, hidden_TLH),
         )
+
+    def _teacher(self, pack: Pack, hidden_TLH: Tensor) -> Teacher | None:
+        """What is known of the target's distribution at each row, where the loss learns that."""
+        if self._teacher_norm is not None:
+            num_taps = len(self.drafter.shape.target_layer_ids)
+            return LastStates(self._teacher_norm(hidden_TLH[:, num_taps]))
+        if pack.teacher_ids is None or pack.teacher_logprobs is None:
+            return None
+        ids_TK = torch.from_numpy(pack.teacher_ids.view("int32"))  # torch indexes with signed ones
+        logprobs_TK = torch.from_numpy(pack.teacher_logprobs)
+        return TopK(to_device(ids_TK, self.device), to_device(logprobs_TK, self.device))
 
     def _masks(self, blocks: Blocks, num_rows: int) -> dict[str, Mask]:
         shape = self.drafter.shape
@@ -539,7 +555,7 @@ def _resolve(store: HiddenStates, target: TargetConfig, config: TrainConfig) -> 
     require_same(f"target {target.id!r} and the hidden states", ours, theirs, advice)
     layer_ids = store.contract["target_layer_ids"]
     shape = drafter_shape(target, layer_ids, config.drafter)
-    num_taps = len(layer_ids) + (config.loss != "ce")
+    num_taps = len(layer_ids) + (config.learns_from == "last")
     if (store.hidden_size, store.num_taps) != (shape.hidden_size, num_taps):
         raise MismatchError(
             f"the hidden states hold {store.num_taps} taps of {store.hidden_size}, expected "
@@ -583,7 +599,7 @@ def _start(
         sharded=ranks.size > 1 and runtime.sharding == "shard",
         compiled=device.type == "cuda" and runtime.compile,
         recompute=runtime.recompute,
-        teacher_norm=_teacher_norm(target, device) if config.loss != "ce" else None,
+        teacher_norm=_teacher_norm(target, device) if config.learns_from == "last" else None,
     )
     ranks.wait()  # nobody commits before all have looked
     if committed_steps(dataset):

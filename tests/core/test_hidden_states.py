@@ -582,6 +582,11 @@ def test_a_tap_last_that_was_not_stored_is_refused(stored):
         HiddenStates.open(stored, last=True)
 
 
+def test_most_likely_tokens_that_were_not_stored_are_refused(stored):
+    with pytest.raises(InputError, match=r"teacher_top_k is 0, .* extract\.teacher_top_k=64"):
+        HiddenStates.open(stored, top_k=True)
+
+
 def test_teacher_arrays_lie_beside_the_states(root, tokens):
     dataset = plan(root, tokens, CONFIG.model_copy(update={"teacher_top_k": 4}))
     layout, pack = read_layout(dataset), tokens.read_pack(1)
@@ -596,8 +601,16 @@ def test_teacher_arrays_lie_beside_the_states(root, tokens):
     for name, values in extras.items():
         np.testing.assert_array_equal(reader.read_side(1, name), values.numpy())
         np.testing.assert_array_equal(group[name][T : 2 * T], values.numpy())
+    assert reader.read_pack(1)[0].teacher_ids is None
+    with_top_k = HiddenStates.open(dataset, top_k=True)
+    found, states = with_top_k.read_pack(1)
+    assert torch.equal(states, hidden)
+    np.testing.assert_array_equal(found.input_ids, pack.input_ids)
+    for name, values in extras.items():
+        np.testing.assert_array_equal(getattr(found, name), values.numpy())
     flip(dataset.storage.local_path / "teacher_ids/c/1/0", 9)
-    with pytest.raises(CorruptError, match="teacher_ids/c/1/0 of pack 1"):
-        reader.read_side(1, "teacher_ids")
+    for read in (lambda: reader.read_side(1, "teacher_ids"), lambda: with_top_k.read_pack(1)):
+        with pytest.raises(CorruptError, match="teacher_ids/c/1/0 of pack 1"):
+            read()
     with pytest.raises(InputError, match="no array 'logits'"):
         reader.read_side(1, "logits")

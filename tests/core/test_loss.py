@@ -9,9 +9,13 @@ from torch.nn import functional as F
 from dflash_core import loss as loss_module
 from dflash_core.loss import (
     DISTILLATIONS,
+    LastStates,
+    TopK,
     cross_entropy_,
+    distil_,
     dpace_weights,
     fused_cross_entropy_,
+    log_p_of_logits,
     weighted_loss,
 )
 from tests.drafters import make_blocks, make_pack, tiny_shape
@@ -164,7 +168,10 @@ def test_dpace_loss_and_its_denominator_take_weights_from_the_losses_of_the_bloc
 
 
 def naive_distillation(kind, logits, teacher):
-    q, p = logits.softmax(-1), teacher.softmax(-1)
+    return naive_divergence(kind, logits.softmax(-1), teacher.softmax(-1))
+
+
+def naive_divergence(kind, q, p):
     kl = (p * (p.log() - q.log())).sum(-1)
     if kind == "kl":
         return kl
@@ -182,16 +189,94 @@ def test_distillation_and_its_slope_are_those_of_autograd(kind):
     naive = logits.double().requires_grad_()
     expected = naive_distillation(kind, naive, teacher.double())
     expected.sum().backward()
-    loss, correct = DISTILLATIONS[kind](logits, labels, teacher)
+    loss, correct = distil_(logits, labels, DISTILLATIONS[kind], log_p_of_logits, teacher)
     torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(logits.double(), naive.grad, atol=1e-6, rtol=1e-5)
     assert correct.tolist() == [True, True, False, False, False]
     assert loss[0] == pytest.approx(0, abs=1e-6)
 
 
+def naive_top_k(kind, logits, ids, logprobs):
+    """Of distributions over the most likely tokens and one bucket."""
+    q, p = logits.softmax(-1), logprobs.exp()
+    rest = q.scatter(-1, ids, 0).sum(-1, keepdim=True)
+    q = torch.cat((q.gather(-1, ids), rest), -1)
+    return naive_divergence(kind, q, torch.cat((p, 1 - p.sum(-1, keepdim=True)), -1))
+
+
+def distil_top_k(kind, logits, labels, ids, logprobs):
+    """As `frozen_head_loss` does it, on logits that it replaces by the slope."""
+    teacher = TopK(ids.int(), logprobs)
+    known = teacher.buffer(logits)
+    teacher.write(known, torch.empty(0))
+    return distil_(logits, labels, DISTILLATIONS[kind], teacher.log_p_of, known)
+
+
+@pytest.mark.parametrize("kind", DISTILLATIONS)
+def test_distillation_from_the_most_likely_tokens_and_a_bucket_is_that_of_autograd(kind):
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(6, 40, generator=generator) * 3 for _ in range(2))
+    logprobs, ids = teacher.log_softmax(-1).topk(5)
+    logits[1] = logits[1].scatter_add(0, ids[1], torch.full((5,), 40.0))  # an empty bucket
+    logits[2] -= 40 * (torch.arange(40) != 7)  # one token without doubt
+    naive = logits.double().requires_grad_()
+    expected = naive_top_k(kind, naive, ids, logprobs.double())
+    expected.sum().backward()
+    loss, correct = distil_top_k(kind, logits, teacher.argmax(-1), ids, logprobs)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(logits.double(), naive.grad, atol=2e-6, rtol=1e-5)
+    assert correct.tolist() == (naive.argmax(-1) == teacher.argmax(-1)).tolist()
+    same = teacher.clone()
+    loss, _ = distil_top_k(kind, same, ids[:, 0], ids, logprobs)
+    torch.testing.assert_close(loss, torch.zeros(6), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("kind", DISTILLATIONS)
+def test_all_tokens_as_the_most_likely_ones_are_the_whole_distribution(kind):
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(5, 40, generator=generator) * 3 for _ in range(2))
+    labels, slope = torch.arange(5), logits.clone()
+    logprobs, ids = teacher.log_softmax(-1).topk(40)
+    expected = distil_(logits, labels, DISTILLATIONS[kind], log_p_of_logits, teacher)
+    found = distil_top_k(kind, slope, labels, ids, logprobs)
+    for ours, theirs in zip((*found, slope), (*expected, logits), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=5e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", DISTILLATIONS)
+def test_rounded_probabilities_of_more_than_1_leave_a_distribution(kind):
+    logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(0))
+    logprobs, ids = torch.tensor([[0.505, 0.5]]).log().half(), torch.tensor([[3, 8]])
+    naive = logits.double().requires_grad_()
+    p = torch.full((1, 40), 1e-12, dtype=torch.float64).scatter(1, ids, logprobs.double().exp())
+    expected = naive_divergence(kind, naive.softmax(-1), p / p.sum())
+    expected.sum().backward()
+    loss, _ = distil_top_k(kind, logits, torch.tensor([3]), ids, logprobs)
+    torch.testing.assert_close(loss.double(), expected.detach(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits.double(), naive.grad, atol=1e-4, rtol=1e-4)
+    assert logits.sum() == pytest.approx(0, abs=1e-6)
+
+
+def test_distillations_are_traced_whole_by_the_compiler():
+    compiled = torch.compile(distil_, backend="eager", fullgraph=True)
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (torch.randn(4, 9, generator=generator) for _ in range(2))
+    logprobs, ids = teacher.log_softmax(-1).topk(3)
+    for rows in (LastStates(teacher), TopK(ids, logprobs)):
+        known = rows.buffer(logits)
+        rows.write(known, torch.eye(9))
+        for divergence in DISTILLATIONS.values():
+            rest = (torch.arange(4), divergence, rows.log_p_of, known)
+            plain, traced = logits.clone(), logits.clone()
+            for ours, theirs in zip(compiled(traced, *rest), distil_(plain, *rest), strict=True):
+                assert torch.equal(ours, theirs)
+            assert torch.equal(traced, plain)
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
 @pytest.mark.parametrize("first_slot", [0, 1])
 @pytest.mark.parametrize("kind", DISTILLATIONS)
-def test_the_teacher_of_a_slot_is_the_row_before_its_label(kind, first_slot, monkeypatch):
+def test_the_teacher_of_a_slot_is_the_row_before_its_label(kind, first_slot, top_k, monkeypatch):
     monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 32 * 4)
     shape = tiny_shape(layout="shifted" if first_slot == 0 else "in-place")
     blocks = make_blocks(make_pack([9, 7], 18), shape, 6)
@@ -199,15 +284,19 @@ def test_the_teacher_of_a_slot_is_the_row_before_its_label(kind, first_slot, mon
     hidden = torch.randn(6, 4, 16, generator=generator, requires_grad=True)
     head = torch.randn(32, 16, generator=generator)
     teacher = torch.randn(18, 16, generator=generator)
-    total, _ = weighted_loss(
-        hidden, head, blocks, first_slot=first_slot, kind=kind, teacher_TH=teacher
-    )
+    logprobs, ids = (teacher @ head.T).log_softmax(-1).topk(top_k or 1)
+    known = TopK(ids, logprobs) if top_k else LastStates(teacher)
+    total, _ = weighted_loss(hidden, head, blocks, first_slot=first_slot, kind=kind, teacher=known)
     expected = torch.zeros(())
     for n, anchor in enumerate(blocks.anchors_N.tolist()):
         for j in range(4):
             if blocks.weights_NK[n, j] > 0:
                 row = anchor + j - first_slot
-                loss = naive_distillation(kind, hidden[n, j] @ head.T, teacher[row] @ head.T)
+                logits = hidden[n, j] @ head.T
+                if top_k:
+                    loss = naive_top_k(kind, logits, ids[row], logprobs[row])
+                else:
+                    loss = naive_distillation(kind, logits, teacher[row] @ head.T)
                 expected = expected + blocks.weights_NK[n, j] * loss
     torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
     ours, theirs = (torch.autograd.grad(value, hidden)[0] for value in (total, expected))

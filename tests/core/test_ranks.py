@@ -95,6 +95,16 @@ def test_two_ranks_train_as_one_and_resume_to_the_bit(root, hidden, target, shar
 
 
 @pytest.mark.slow
+def test_two_ranks_learn_from_most_likely_tokens_as_one(root, target):
+    hidden = make_hidden(root, target, last=True, top_k=8)
+    changes = {"loss": "lk", "teacher": "top-k", "visits_per_pack": 2}
+    config = CONFIG.model_copy(update=changes)
+    one = train(root, hidden, target, "top-k-one", 1, config=config)
+    two = train(root, hidden, target, "top-k-two", 2, "shard", config=config)
+    torch.testing.assert_close(weights(two), weights(one), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_rank_without_anchors_does_not_hang_the_other_and_a_nan_stops_both(root, target):
     sparse = make_hidden(root, target, silent=1)
     one = train(root, sparse, target, "sparse-one", 1)

@@ -23,7 +23,7 @@ from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
 from dflash_core.optim import Optimizer
 from dflash_core.storage import Storage
-from dflash_core.target import identify, load_causal_lm
+from dflash_core.target import identify, load_causal_lm, load_embedding_and_head
 from dflash_core.train import (
     PICTURE,
     Trainer,
@@ -186,7 +186,7 @@ CONFIG = TrainConfig(
 TAPS = [0, 1, 3]
 
 
-def make_hidden(root, target, *, broken=None, silent=None, hidden_size=32, last=False):
+def make_hidden(root, target, *, broken=None, silent=None, hidden_size=32, last=False, top_k=0):
     """A sealed store of three packs of two samples with random states.
 
     Those of pack `broken` are NaN, and pack `silent` has no supervised token.
@@ -200,7 +200,7 @@ def make_hidden(root, target, *, broken=None, silent=None, hidden_size=32, last=
         pack=np.repeat(np.arange(3), 2),
         row=np.tile([0, 10], 3),
     )
-    config = ExtractConfig(target_layer_ids=taps, chunk_rows=8, last=last)
+    config = ExtractConfig(target_layer_ids=taps, chunk_rows=8, last=last, teacher_top_k=top_k)
     inputs = {"tokens": f"{broken} {silent}"}
     hidden = Dataset.create(root, "hidden", "demo", version=1, config=config, inputs=inputs)
     contract = {**identify(target).contract(), "target_layer_ids": taps}
@@ -212,9 +212,17 @@ def make_hidden(root, target, *, broken=None, silent=None, hidden_size=32, last=
         taps_TLH = random_taps(pack, shape)
         if index == broken:
             taps_TLH[3] = float("nan")
-        write_pack(hidden, layout, pack, taps_TLH, 1.0, {})
+        extras = teacher_arrays(target, taps_TLH[:, -1], top_k) if top_k else {}
+        write_pack(hidden, layout, pack, taps_TLH, 1.0, {}, extras)
     hidden.seal([pack_unit(index) for index in range(3)], {})
     return hidden
+
+
+def teacher_arrays(target, last_TH, count):
+    """The most likely tokens of the target when its last states are these."""
+    norm, (_, head) = _teacher_norm(target, torch.device("cpu")), load_embedding_and_head(target)
+    logprobs, ids = (norm(last_TH.float()) @ head.float().T).log_softmax(-1).topk(count)
+    return {"teacher_ids": ids.int(), "teacher_logprobs": logprobs.detach().half()}
 
 
 def train(root, hidden, target, *, interrupt_after=None, name="demo", config=CONFIG):
@@ -363,6 +371,37 @@ def test_the_targets_distribution_is_learnt_from_its_stored_last_state(root, tar
     plain = plan(root, "demo", hidden, target, CONFIG)  # the last tap is no context of a drafter
     run(plain, hidden, target, CPU)
     assert load_drafter(plain)[1] == load_drafter(dataset)[1]
+
+
+def losses_of(root, hidden, target, config, runtime=CPU):
+    dataset = plan(root, "demo", hidden, target, config)
+    run(dataset, hidden, target, runtime)
+    return [entry["loss"] for entry in read_metrics(dataset)]
+
+
+@pytest.mark.parametrize("loss", ["kl", "lk"])
+def test_the_targets_distribution_is_learnt_from_its_most_likely_tokens(
+    root, target, loss, tmp_path
+):
+    config = CONFIG.model_copy(update={"loss": loss, "teacher": "top-k", "visits_per_pack": 2})
+    everything = make_hidden(root, target, last=True, top_k=targets.VOCAB)
+    from_last = config.model_copy(update={"teacher": "last"})
+    cached = CPU.model_copy(update={"cache_folder": str(tmp_path)})
+    expected = losses_of(root, everything, target, from_last)
+    found = losses_of(root, everything, target, config, cached)
+    assert found == pytest.approx(expected, rel=2e-3)
+    few = make_hidden(root, target, last=True, top_k=8)
+    losses = losses_of(root, few, target, config.model_copy(update={"num_steps": 60}))
+    assert losses[0] < 0.9 * expected[0]  # differences inside the bucket do not count
+    assert np.mean(losses[-6:]) < 0.7 * np.mean(losses[:6])
+
+
+def test_most_likely_tokens_that_were_not_stored_are_refused_before_training(root, target):
+    hidden = make_hidden(root, target, last=True)
+    config = CONFIG.model_copy(update={"loss": "kl", "teacher": "top-k"})
+    with pytest.raises(InputError, match=r"teacher_top_k is 0, .*extract\.teacher_top_k"):
+        plan(root, "demo", hidden, target, config)
+    assert list(root.list("runs")) == []
 
 
 @pytest.mark.parametrize("family", [targets.qwen3, targets.qwen3_5_text])

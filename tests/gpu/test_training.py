@@ -8,7 +8,7 @@ import torch
 from dflash_core.checkpoint import load_drafter, restore_optimizer, save_checkpoint
 from dflash_core.config import TrainConfig
 from dflash_core.data import read_ahead
-from dflash_core.loss import DISTILLATIONS, frozen_head_loss
+from dflash_core.loss import DISTILLATIONS, LastStates, TopK, frozen_head_loss
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
 from dflash_core.optim import Optimizer, bfloat16_copy
@@ -96,15 +96,19 @@ def test_a_tiny_drafter_learns_by_heart_and_its_checkpoint_comes_back(compiled, 
             assert torch.equal(value, optimizer.state[theirs][field])
 
 
+@pytest.mark.parametrize("top_k", [0, 8])
 @pytest.mark.parametrize("kind", ["ce", *DISTILLATIONS])
-def test_compiled_losses_are_those_of_plain_code_on_the_cpu(kind):
+def test_compiled_losses_are_those_of_plain_code_on_the_cpu(kind, top_k):
     generator = torch.Generator().manual_seed(0)
     hidden, teacher = (torch.randn(300, 32, generator=generator) for _ in range(2))
     head, labels = torch.randn(1000, 32, generator=generator), torch.arange(300)
     results = []
     for device in ("cpu", "cuda"):
         states = hidden.to(device).requires_grad_()
-        known = None if kind == "ce" else teacher.to(device)
+        known = None if kind == "ce" else LastStates(teacher.to(device))
+        if known and top_k:
+            logprobs, ids = (teacher @ head.T).log_softmax(-1).topk(top_k)
+            known = TopK(ids.int().to(device), logprobs.half().to(device))
         loss, correct = frozen_head_loss(states, head.to(device), labels.to(device), kind, known)
         loss.sum().backward()
         results.append((loss.cpu(), correct.cpu(), states.grad.cpu()))
