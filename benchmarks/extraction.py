@@ -33,12 +33,8 @@ from torch import Tensor
 
 from dflash_core import extraction, tokenization
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig
-from dflash_core.extractor import (
-    Extractor,
-    flops_per_token,
-    matmul_flops_per_s,
-    padded_batches,
-)
+from dflash_core.extractor import Extractor, padded_batches
+from dflash_core.flops import flops_per_token, matmul_flops_per_s
 from dflash_core.hidden_states import pack_unit, read_layout
 from dflash_core.manifest import Dataset
 from dflash_core.packed_forward import can_pack, compile_parts, enable_packing, packed_forward

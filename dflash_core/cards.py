@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflash_core.config import Card, TargetConfig
-from dflash_core.extractor import flops_per_token
+from dflash_core.flops import flops_per_token
 from dflash_core.target import empty_body
 
 DENSE_TFLOPS: dict[Card, float] = {

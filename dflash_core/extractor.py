@@ -25,7 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from dflash_core.config import ExtractConfig, Runtime, TargetConfig
 from dflash_core.devices import resolve_device
 from dflash_core.errors import InputError
 from dflash_core.extraction import KERNELS, contract_of, read_kernels, tapped_layer_ids
+from dflash_core.flops import flops_per_token, matmul_flops_per_s
 from dflash_core.hidden_states import Written, check_rows, read_contract, read_layout, write_pack
 from dflash_core.manifest import Dataset, canonical_json, require_same
 from dflash_core.packed_forward import can_pack, compile_parts, enable_packing, packed_forward
@@ -494,32 +495,6 @@ class _Gpu:
 def _range(hidden_TLH: Tensor) -> Tensor:
     """Least and greatest value, float32 [2]; both NaN when any value is."""
     return torch.stack(torch.aminmax(hidden_TLH)).float()
-
-
-def flops_per_token(body: Any) -> float:
-    """Floating-point operations of the matrix products with weights; of experts, the share that is used."""
-    config, embedding = body.config, body.get_input_embeddings()
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    used = config.num_experts_per_tok / experts if experts else 1.0
-    total = 0.0
-    for name, weight in body.named_parameters():
-        if weight.ndim >= 2 and weight is not embedding.weight:
-            total += 2 * weight.numel() * (used if ".experts." in name else 1.0)
-    return total
-
-
-def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Speed of a large matrix product of random values, measured: what `mfu` is a share of."""
-    size, times = 8192, 5
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for step in range(2 * times):
-        if step == times:
-            began.record()
-        a @ b
-    ended.record()
-    ended.synchronize()
-    return times * 2 * size**3 / (began.elapsed_time(ended) / 1e3)
 
 
 def split_pack(pack: Pack, most_tokens: int) -> Iterator[tuple[int, Pack]]:

@@ -47,6 +47,7 @@ from dflash_core.data import (
 )
 from dflash_core.devices import resolve_device, to_device
 from dflash_core.errors import DFlashError, InputError, MismatchError
+from dflash_core.flops import flops_of_step, matmul_flops_per_s
 from dflash_core.loss import LastStates, SlotCounts, Teacher, TopK, weighted_loss
 from dflash_core.manifest import Dataset, require_same, sha256
 from dflash_core.model import Drafter, DrafterShape, resolve_shape
@@ -116,7 +117,7 @@ def run(
     Args:
         corpus: whose held-out prompts the checks use; needed where `check_every` is set.
         progress: called after every step with steps done, steps in all, and loss, acceptance_length,
-            tokens_per_s.
+            tokens_per_s, and mfu on a GPU.
 
     Raises:
         DFlashError: a loss or gradient is not finite; names step and packs, and nothing is committed.
@@ -199,8 +200,9 @@ def _train(
                 _warn_if_apart(entry)
             metrics.append(entry)
             if is_first:
-                shown = ("loss", "acceptance_length", "tokens_per_s")
-                report(trainer.step, config.num_steps, {name: entry[name] for name in shown})
+                shown = ("loss", "acceptance_length", "tokens_per_s", "mfu")
+                numbers = {name: entry[name] for name in shown if name in entry}
+                report(trainer.step, config.num_steps, numbers)
             if trainer.step % config.checkpoint_every == 0 or trainer.step == config.num_steps:
                 entry["unchanged_weights"] = trainer.unchanged_weights()
                 trainer.save(dataset, metrics)
@@ -310,6 +312,9 @@ class Trainer:
             self._sums = GradientSums(self.optimizer, ranks, accumulates=accumulates)
         self._embedding_VH, self._head_VH = embedding_VH, head_VH
         self._compiled, self._teacher_norm = compiled, teacher_norm
+        self._flops_per_s = None
+        if self.device.type == "cuda":
+            self._flops_per_s = matmul_flops_per_s(self.device, torch.bfloat16)
         self._rounded = self._rounded_weights()
         self._compute.recompute = recompute
         if compiled:
@@ -324,13 +329,13 @@ class Trainer:
         Returns:
             Metrics of all ranks: step (1-based), loss, acceptance_length, accuracy of each predicting
             slot, grad_norm, learning_rate, tokens_per_s (context rows and block slots); and of this one:
-            packs and wait_s for input.
+            packs, wait_s for input and, on a GPU, mfu (share of the measured speed of a large product).
 
         Raises:
             DFlashError: loss or gradient is not finite; the weights are as before.
         """
         start, waited, indices = time.perf_counter(), 0.0, []
-        total, tokens = torch.zeros((), device=self.device), 0
+        total, tokens, flops = torch.zeros((), device=self.device), 0, 0
         counts = None
         asked = time.perf_counter()
         for slot, (pack, hidden_TLH) in enumerate(islice(packs, self.num_packs)):
@@ -343,11 +348,13 @@ class Trainer:
             total += loss.detach()
             counts = pack_counts if counts is None else counts + pack_counts
             tokens += pack.num_tokens + blocks.labels_NK.numel()
+            flops += self._flops(pack, blocks)
             indices.append(pack.index)
             asked = time.perf_counter()
         assert counts is not None, "the reader ended before the run did"
         loss, norm, rate, all_tokens, counts = self._update(total, tokens, counts, indices)
-        return {
+        seconds = time.perf_counter() - start
+        entry = {
             "step": self.step,
             "loss": loss,
             "acceptance_length": counts.acceptance_length(),
@@ -355,9 +362,22 @@ class Trainer:
             "grad_norm": norm,
             "learning_rate": rate,
             "packs": indices,
-            "tokens_per_s": all_tokens / (time.perf_counter() - start),
+            "tokens_per_s": all_tokens / seconds,
             "wait_s": waited,
         }
+        if self._flops_per_s is not None:
+            entry["mfu"] = flops / seconds / self._flops_per_s
+        return entry
+
+    def _flops(self, pack: Pack, blocks: Blocks) -> int:
+        return flops_of_step(
+            self.drafter,
+            self._head_VH,
+            num_rows=len(pack.input_ids),
+            num_slots=blocks.labels_NK.numel(),
+            num_supervised=len(blocks.supervised_M),
+            teacher_has_logits=self._teacher_norm is not None,
+        )
 
     def check(self, answers: list[Answer]) -> dict[str, float]:
         """Acceptance on held-out answers: decoding's own, and simulated as on training text.

@@ -15,6 +15,7 @@ MODULES = (
     "export",
     "extraction",
     "float8",
+    "flops",
     "hidden_states",
     "import_drafter",
     "loss",

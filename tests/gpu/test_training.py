@@ -84,6 +84,7 @@ def test_a_tiny_drafter_learns_by_heart_and_its_checkpoint_comes_back(compiled, 
         entries = [trainer.train_step(stream) for _ in range(150)]
     assert entries[0]["acceptance_length"] < 1.3
     assert entries[-1]["acceptance_length"] > 4
+    assert all(0 < entry["mfu"] < 1 for entry in entries)
     root = Storage.from_url("memory://")
     run = Dataset.create(root, "runs", "demo", version=1, config=TrainConfig(), inputs={})
     save_checkpoint(run, 150, trainer.drafter, trainer.optimizer, entries)
