@@ -1,11 +1,10 @@
-"""Why matrix work runs on a process's first thread: time of a small operation there and elsewhere.
+"""Why matrix work stays on one thread: time of a small operation on a first and on a second thread.
 
-Run: GOMP_SPINCOUNT=10000 python benchmarks/compute_thread.py
+Run: python benchmarks/compute_thread.py
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import threading
 import time
 
@@ -26,20 +25,11 @@ def measure(name: str) -> None:
 def main() -> None:
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
     print("| where | microseconds |\n| --- | --- |")
-    for where in ("first thread", "second thread"):
-        # Each in a process of its own, whose other threads compute nothing.
-        child = multiprocessing.get_context("spawn").Process(target=alone, args=(where,))
-        child.start()
-        child.join()
-
-
-def alone(where: str) -> None:
-    if where == "first thread":
-        measure(where)
-        return
-    second = threading.Thread(target=measure, args=(where,))
+    measure("first thread")
+    second = threading.Thread(target=measure, args=("second thread",))
     second.start()
     second.join()
+    measure("first thread again, alone")
 
 
 if __name__ == "__main__":

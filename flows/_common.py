@@ -34,7 +34,7 @@ from dflash_core.manifest import Dataset, canonical_json, sha256
 from dflash_core.progress import Progress
 from dflash_core.storage import Storage
 from flows import events
-from flows.compute_thread import on_compute_thread, serving, wake
+from flows.compute_thread import on_compute_thread
 from flows.gpu_limits import holding
 from flows.gpu_page import gpus_on_page
 from flows.params import StageParams
@@ -197,7 +197,6 @@ class Stage:
             gpus_on_page(),
             _devices(job) as width,
             _stage_progress(len(units), len(units) - len(left)) as advance,
-            serving() as serve_until,
         ):
             slots, failed, futures = Semaphore(width), Event(), []
 
@@ -210,13 +209,10 @@ class Stage:
                         failed.set()
                 finally:
                     slots.release()
-                    wake()
 
-            take_slot = partial(slots.acquire, blocking=False)
             for part in spans(units, span):
-                serve_until(take_slot)
+                slots.acquire()
                 if failed.is_set():
-                    slots.release()
                     break
                 name = f"{span_task.name} {part[0]}" + (f" to {part[-1]}" if len(part) > 1 else "")
                 news = sum(unit in left for unit in part)
@@ -224,10 +220,10 @@ class Stage:
                 submit = span_task.with_options(task_run_name=name, **options).submit
                 futures.append(submit(params=params, path=dataset.path, units=part))
                 futures[-1].add_done_callback(partial(ended, news=news))
-            for _ in range(width):
-                serve_until(take_slot)
             for future in futures:
                 future.result()
+            for _ in range(width):
+                slots.acquire()  # what is shown at the end is told by callbacks, which may still run
 
     def publish(self, table: list[dict] | None = None) -> StageResult:
         """The stage's table on the run's page, a line in its log, and what the next stage needs."""
