@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,11 +95,26 @@ def mixed(count: int) -> list[Row]:
     return rows
 
 
+class Spent(NamedTuple):
+    """Seconds by the clock, and of processor time, which other work on the machine stretches less."""
+
+    clock: float
+    processor: float
+
+    @classmethod
+    def now(cls) -> Spent:
+        """So far, with processes that have ended."""
+        return cls(time.perf_counter(), sum(os.times()[:4]))
+
+    def since(self, began: Spent) -> Spent:
+        return Spent(self.clock - began.clock, self.processor - began.processor)
+
+
 # --- ours --------------------------------------------------------------------------------------
 
 
-def ours(target: TargetConfig, rows: list[Row], processes: int) -> tuple[float, dict]:
-    """Seconds from a corpus in Parquet to committed parts, and the facts of the tokens."""
+def ours(target: TargetConfig, rows: list[Row], processes: int) -> tuple[Spent, dict]:
+    """What it took from a corpus in Parquet to committed parts, and the facts of the tokens."""
     with tempfile.TemporaryDirectory() as folder:
         root = Storage.from_url(folder)
         corpus = Dataset.create(root, CORPORA, "benchmark", version=1, config={}, inputs={})
@@ -109,10 +125,10 @@ def ours(target: TargetConfig, rows: list[Row], processes: int) -> tuple[float, 
         )
         dataset = tokenization.plan(root, "benchmark", corpus, target, config)
         todo = tokenization.missing(dataset, corpus)
-        began = time.perf_counter()
+        began = Spent.now()
         tokenization.run_units(dataset, corpus, target, todo, processes=processes)
-        seconds = time.perf_counter() - began
-        return seconds, tokenization.seal(dataset, corpus)["facts"]
+        spent = Spent.now().since(began)
+        return spent, tokenization.seal(dataset, corpus)["facts"]
 
 
 def work_by_turns(target: TargetConfig) -> None:
@@ -135,8 +151,8 @@ def work_by_turns(target: TargetConfig) -> None:
 
 def theirs(
     target: TargetConfig, rows: list[Row], endpoint: str, processes: int
-) -> tuple[float, dict]:
-    """Seconds of their preprocessing, and what it made."""
+) -> tuple[Spent, dict]:
+    """What their preprocessing took beside its server, and what it made."""
     from datasets import Dataset as Table
     from speculators.data_generation.preprocessing import build_speculator_training_dataset
 
@@ -152,13 +168,13 @@ def theirs(
             for row in rows
         ]
     )
-    began = time.perf_counter()
+    began = Spent.now()
     made = build_speculator_training_dataset(
         table, load_tokenizer(target), MAX_TOKENS, processes, render_endpoint=endpoint
     )
-    seconds = time.perf_counter() - began
+    spent = Spent.now().since(began)
     made = made.with_format("numpy")
-    return seconds, {
+    return spent, {
         "num_samples": len(made),
         "total_tokens": int(sum(made["seq_len"])),
         "supervised_tokens": int(sum(int(mask.sum()) for mask in made["loss_mask"])),
@@ -188,7 +204,7 @@ def render_server(target_id: str, port: Any) -> None:
         return web.json_response({"token_ids": ids[: body["truncate_prompt_tokens"]]})
 
     async def count(_: web.Request) -> web.Response:
-        return web.json_response(counts)
+        return web.json_response({**counts, "processor": time.process_time()})
 
     async def serve() -> None:
         app = web.Application(client_max_size=2**30)
@@ -215,10 +231,11 @@ def with_server(target: TargetConfig, use: Callable[[str], None]) -> None:
         server.join()
 
 
-def encoded_by(endpoint: str) -> int:
+def count_of(endpoint: str) -> dict:
+    """What the server has done so far: `tokens` encoded, seconds of `processor` time."""
     import httpx
 
-    return httpx.get(f"{endpoint}/count").json()["tokens"]
+    return httpx.get(f"{endpoint}/count").json()
 
 
 # --- packs -------------------------------------------------------------------------------------
@@ -243,20 +260,24 @@ def main() -> None:
     print(
         f"{len(rows)} conversations, {sum(len(r.messages) for r in rows):,} messages, {target.id}\n"
     )
-    print("| | conversations/s | samples | tokens kept | supervised | tokens encoded |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    seconds, facts = ours(target, rows, 1)
+    print(
+        "| | conversations/s | processor seconds | samples | tokens kept | supervised | tokens encoded |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    here, facts = ours(target, rows, 1)
     encoded_here = facts["encoded_per_printed_token"] * facts["total_tokens"]  # nothing is cut
-    line("here, 1 process", seconds, facts, encoded_here)
+    line("here, 1 process", here, facts, encoded_here)
 
     def compare(endpoint: str) -> None:
-        encoded = 0
         for processes in (1, 2):
+            before = count_of(endpoint)
             spent, made = theirs(target, rows, endpoint, processes)
-            every, encoded = encoded_by(endpoint) - encoded, encoded_by(endpoint)
+            after = count_of(endpoint)
+            spent = Spent(spent.clock, spent.processor + after["processor"] - before["processor"])
             name = f"speculators 0.9.0, {processes} process{'es' * (processes > 1)} and its server"
-            line(name, spent, made, every)
-            print(f"<!-- here / there: {spent / seconds:.1f} -->")
+            line(name, spent, made, after["tokens"] - before["tokens"])
+            times = (there / own for there, own in zip(spent, here, strict=True))
+            print("<!-- here / there: {:.1f}, processor time {:.1f} -->".format(*times))
 
     try:
         import speculators  # noqa: F401
@@ -268,9 +289,10 @@ def main() -> None:
     packs()
 
 
-def line(name: str, seconds: float, facts: dict, encoded: float) -> None:
+def line(name: str, spent: Spent, facts: dict, encoded: float) -> None:
     numbers = (facts["num_samples"], facts["total_tokens"], facts["supervised_tokens"])
-    cells = [f"{CONVERSATIONS / seconds:,.0f}", *(f"{n:,}" for n in numbers), f"{encoded:,.0f}"]
+    rate = f"{CONVERSATIONS / spent.clock:,.0f}"
+    cells = [rate, f"{spent.processor:.1f}", *(f"{n:,}" for n in numbers), f"{encoded:,.0f}"]
     print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Generator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import pass_context
 
 from dflash_core.errors import InputError
 
 if TYPE_CHECKING:
+    from jinja2.runtime import Context
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 _CALL = {"type": "function", "function": {"name": "probe_name", "arguments": '{"probe_key": 1}'}}
 # How templates want a call's arguments (as objects, or as text) and the content beside it (empty, or none).
 _CALL_FORMS = ((True, ""), (True, None), (False, ""), (False, None))
+# What a template gets for a message's key of that name is the method.
+_OF_DICTS = frozenset(dir(dict))
 
 
 class Unrenderable(Exception):
@@ -82,16 +90,34 @@ class Chat:
         Raises:
             Unrenderable: the template cannot print it.
         """
-        self.counts["renders"] += 1
+        given = self.given(messages, tools)
+        return self.print(given, given["messages"], prompt=prompt)
+
+    def given(self, messages: list[dict], tools: list[dict] | None) -> dict[str, Any]:
+        """All that transformers gives the template for a conversation; it converts each message by itself.
+
+        Raises:
+            Unrenderable: there is no message, or one that cannot be converted.
+        """
         apply: Any = self.tokenizer.apply_chat_template
         turns = [self._for_template(message) for message in messages]
-        try:
-            return apply(
-                turns, tools=tools, add_generation_prompt=prompt, tokenize=False, **self._options
-            )
-        except Exception as error:  # templates are programs: they raise whatever they like
-            reason = (str(error).strip().splitlines() or [""])[0]
-            raise Unrenderable(f"{type(error).__name__}: {reason}"[:200]) from error
+        _compiled(_TAKE).environment.globals["take"] = _take
+        with _refusals():
+            apply(turns, tools=tools, chat_template=_TAKE, tokenize=False, **self._options)
+        return _taken.get()
+
+    def print(self, given: dict[str, Any], messages: list[dict], *, prompt: bool) -> str:
+        """The text of some of the messages in `given`, as `render` would convert and print them.
+
+        Raises:
+            Unrenderable: there is no message, or the template cannot print it.
+        """
+        self.counts["renders"] += 1
+        if not messages:
+            raise Unrenderable("there is no message to answer")
+        with _refusals():
+            template = _compiled(self.tokenizer.get_chat_template(tools=given["tools"]))
+            return template.render({**given, "messages": messages, "add_generation_prompt": prompt})
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text; the template has printed all special tokens already."""
@@ -232,6 +258,63 @@ class Chat:
             f"the chat template of {self.tokenizer.name_or_path!r} prints {self.after_answer!r} after an "
             "answer, which holds no special token that could end it; correct the template"
         )
+
+
+@contextlib.contextmanager
+def _refusals() -> Generator[None, None, None]:
+    try:
+        yield
+    except Exception as error:  # templates are programs: they raise whatever they like
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise Unrenderable(f"{type(error).__name__}: {reason}"[:200]) from error
+
+
+_TAKE = "{{ take() }}"
+_taken: ContextVar[dict[str, Any]] = ContextVar("taken")
+
+
+@pass_context
+def _take(context: Context) -> str:
+    """Puts aside all that the template is given."""
+    own = context.environment.globals
+    _taken.set({name: value for name, value in context.get_all().items() if name not in own})
+    return ""
+
+
+def _compiled(template: str) -> Any:
+    """A template as transformers compiles it, in a sandbox that checks each attribute of a type only once.
+
+    The checks look at type and name alone, and took most of a rendering's time.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    compiled: Any = _compile_jinja_template(template)
+    environment = compiled.environment
+    if "getattr" in vars(environment):
+        return compiled
+    checked, safe = environment.getattr, set()
+
+    def look_up(obj: Any, name: str) -> Any:
+        kind = type(obj)
+        if kind is dict and name in obj and name not in _OF_DICTS:
+            return obj[name]
+        if (kind, name) in safe:
+            try:
+                return getattr(obj, name)
+            except AttributeError:
+                return checked(obj, name)
+        value = checked(obj, name)
+        found = getattr(obj, name, None)
+        if (
+            found is not None
+            and environment.wrap_str_format(found) is None
+            and environment.is_safe_attribute(obj, name, found)
+        ):
+            safe.add((kind, name))
+        return value
+
+    environment.getattr = look_up
+    return compiled
 
 
 def _answer(content: str | None, **more: Any) -> dict:

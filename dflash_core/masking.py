@@ -6,9 +6,9 @@ up to the turn and including it. Text is never searched for markers, which users
 
 from __future__ import annotations
 
-import functools
 from bisect import bisect_left
 from collections import Counter
+from operator import itemgetter
 from typing import NamedTuple
 
 from dflash_core.chat import Chat, Unrenderable
@@ -89,12 +89,9 @@ class _Views:
         self.places = [
             i for i, message in enumerate(row.messages) if message["role"] == "assistant"
         ]
-        # Neighbouring windows begin with the same text.
-        self._render = functools.lru_cache(maxsize=8)(
-            lambda since, stop, prompt: chat.render(
-                self._window(since, stop), row.tools, prompt=prompt
-            )
-        )
+        answered = row.messages[: self.places[-1] + 1] if self.places else []
+        self._given = chat.given(answered, row.tools) if answered else {}
+        self._texts: dict[tuple[int, int, bool], str] = {}
 
     def turn_by_turn(self) -> tuple[list[Rendering], int]:
         """Renders the whole conversation twice for each turn and compares; see `renderings`."""
@@ -186,9 +183,15 @@ class _Views:
         """The turn at `place` after those messages."""
         return self._render(since, place + 1, False)
 
-    def _window(self, since: int, stop: int) -> list[dict]:
+    def _render(self, since: int, stop: int, prompt: bool) -> str:
+        """Each text once: neighbouring windows begin with the same, and both ways begin with whole ones."""
         first = self.places[0]
-        return [*self.row.messages[:first], *self.row.messages[max(since, first) : stop]]
+        key = (max(since, first), stop, prompt)
+        if key not in self._texts:
+            messages = self._given["messages"]
+            window = [*messages[:first], *messages[key[0] : stop]]
+            self._texts[key] = self._chat.print(self._given, window, prompt=prompt)
+        return self._texts[key]
 
     def _require_calls(self, place: int, printed: str) -> None:
         calls = self.row.messages[place].get("tool_calls") or ()
@@ -220,12 +223,11 @@ def samples_of(
         ids: its tokens.
         offsets: for each token, the characters (start, end) it stands for.
     """
-    starts = [start for start, _ in offsets]
     samples, whole = [], Sample(ids, [], [])
     for turn in rendering.turns:
-        first = bisect_left(starts, turn.begin)
+        first = bisect_left(offsets, turn.begin, key=itemgetter(0))
         if _is_border(chat, rendering.text, ids, offsets, first, turn.begin):
-            stop = bisect_left(starts, turn.end)
+            stop = bisect_left(offsets, turn.end, key=itemgetter(0))
             while not turn.ended and stop > first and offsets[stop - 1][1] > turn.end:
                 stop -= 1
             whole.spans.append((first, _stop(chat, ids, first, stop) if turn.ended else stop))

@@ -2,12 +2,16 @@
 
 import functools
 import json
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jinja2 import TemplateError
+from transformers.utils import chat_template_utils
+from transformers.utils.chat_template_utils import _cached_compile_jinja_template
 
-from dflash_core.chat import Chat, Unrenderable
+from dflash_core.chat import Chat, Unrenderable, _compiled
 from dflash_core.corpus.rows import Row, content_id
 from dflash_core.masking import _Views, renderings, samples_of, survives
 from tests import chats
@@ -146,6 +150,62 @@ def test_any_conversation_is_masked_as_it_was_served(name, thinking):
                 assert content is None or content.split("</think>")[-1].strip() in text
 
     check()
+
+
+@pytest.mark.parametrize(("name", "thinking"), MODES)
+def test_parts_of_a_conversation_are_printed_as_transformers_alone_would(name, thinking):
+    chat = chat_of(name, thinking)
+    untouched = _cached_compile_jinja_template(chat.tokenizer.chat_template)
+    switch = {"enable_thinking": thinking} if chat.switchable else {}
+
+    @settings(max_examples=15, deadline=None)
+    @given(conversations(calls=FAMILIES[name].calls), st.booleans())
+    def check(row, prompt):
+        given = chat.given(row.messages, row.tools)
+        turns = [chat._for_template(message) for message in row.messages]
+        for stop in range(2, len(turns) + 1):
+            with mock.patch.object(
+                chat_template_utils, "_compile_jinja_template", return_value=untouched
+            ):
+                expected = chat.tokenizer.apply_chat_template(
+                    turns[:stop],
+                    tools=row.tools,
+                    add_generation_prompt=prompt,
+                    tokenize=False,
+                    **switch,
+                )
+            assert chat.print(given, given["messages"][:stop], prompt=prompt) == expected
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "m.role ~ (m.items is callable) ~ m.nothing ~ m.get('role')",
+        "loop.index0 ~ loop.previtem.role ~ ns.set ~ ns.unset",
+        "'{0.role} {0.__class__}'.format(m)",
+        "m.__class__ ~ loop._iterator ~ ns.__class__ ~ m.content.upper.__self__",
+        "raise_exception.__globals__",
+        "m.nothing.more",
+        "messages.append(m)",
+        "m.update(role='x')",
+    ],
+)
+def test_a_template_reaches_no_more_than_in_that_sandbox(expression):
+    template = "{% set ns = namespace(set=1) %}{% for m in messages %}{{ ` }} {{ m.role }} {{ ` }}{% endfor %}"
+    template = template.replace("`", expression)
+    messages = [{"role": "user", "content": "a", "items": 3}, {"role": "b", "content": "c"}]
+
+    def printed(compiled):
+        try:
+            return compiled.render(messages=messages)
+        except TemplateError as error:
+            return repr(error)
+
+    remembering = _compiled(template)
+    expected = printed(_cached_compile_jinja_template(template))
+    assert [printed(remembering) for _ in range(2)] == [expected] * 2
 
 
 @pytest.mark.parametrize(("name", "thinking"), MODES)
