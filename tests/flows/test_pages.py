@@ -99,7 +99,7 @@ def test_an_extraction_above_the_threshold_waits_for_approval(prefect_server, tm
         name=f"asks-{approve}",
         tokens=tokens.path,
         target=target,
-        budget=Budget(dollars_per_gpu_hour=1e6, approve_above_dollars=1.0),
+        budget=Budget(tokens_per_s=1000.0, dollars_per_gpu_hour=1e6, approve_above_dollars=1.0),
     )
     ended: list = []
     run = Thread(
