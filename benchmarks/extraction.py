@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dflash_core import extraction, tokenization
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig
-from dflash_core.extractor import Extractor, padded_batches
+from dflash_core.extractor import Extractor, padded_batches, split_pack
 from dflash_core.flops import flops_per_token, matmul_flops_per_s
 from dflash_core.hidden_states import pack_unit, read_layout
 from dflash_core.manifest import Dataset
@@ -175,16 +175,23 @@ def make_tokens(
 
 def rate(forward: Callable[[Pack], None], packs: list[Pack], device: torch.device) -> float:
     """Tokens per second of forwards alone, after one that is not counted."""
-    return pace(lambda: [forward(pack) for pack in packs], sum(p.num_tokens for p in packs), device)
+    num_tokens = sum(pack.num_tokens for pack in packs)
+    return pace(lambda some: [forward(pack) for pack in some], packs, 1, num_tokens, device)
 
 
-def pace(work: Callable[[], object], num_tokens: int, device: torch.device) -> float:
-    """Tokens per second, after one time that is not counted."""
+def pace(
+    work: Callable[[list], object],
+    items: list,
+    num_warm: int,
+    num_tokens: int,
+    device: torch.device,
+) -> float:
+    """Tokens per second of `work` on packs or samples, after it on the first ones, which is not counted."""
     with torch.inference_mode():
-        work()
+        work(items[:num_warm])
         _synchronize(device)
         began = time.perf_counter()
-        work()
+        work(items)
         _synchronize(device)
     return num_tokens / (time.perf_counter() - began)
 
@@ -196,7 +203,7 @@ def padded(body: Any, pack: Pack, device: torch.device, batch_tokens: int = 16_3
 
 
 def sample_by_sample(
-    body: Any, samples: list[Tensor], layer_ids: list[int], batch: int, device: torch.device
+    body: Any, layer_ids: list[int], batch: int, device: torch.device, samples: list[Tensor]
 ) -> None:
     """What ad-hoc scripts do: batches as they come, right-padded to the longest, `output_hidden_states`, and
     every sample and tap copied to the host by itself."""
@@ -212,13 +219,12 @@ def sample_by_sample(
 def draw_samples(packs: list[Pack], count: int) -> list[Tensor]:
     """Token ids of samples drawn from these packs, which are sorted by length."""
     rng = np.random.default_rng(0)
+    singles = [[part.input_ids for _, part in split_pack(pack, 1)] for pack in packs]
     drawn = []
     for _ in range(count):
-        pack = packs[rng.integers(len(packs))]
-        sample = rng.integers(len(pack.length))
-        rows = slice(pack.start[sample], pack.start[sample] + pack.length[sample])
-        drawn.append(torch.from_numpy(pack.input_ids[rows].astype(np.int64)))
-    return drawn
+        samples = singles[rng.integers(len(singles))]
+        drawn.append(samples[rng.integers(len(samples))])
+    return [torch.from_numpy(ids.astype(np.int64)) for ids in drawn]
 
 
 class Janitor:
@@ -295,8 +301,8 @@ def baselines(setting: Setting) -> Iterator[tuple[str, float]]:
     samples = draw_samples(packs, 96)
     num_tokens = sum(map(len, samples))
     for how, batch in (("one sample a forward", 1), ("batches of 16 as they come", 16)):
-        work = partial(sample_by_sample, body, samples, layer_ids, batch, device)
-        yield f"{how}, output_hidden_states", pace(work, num_tokens, device)
+        work = partial(sample_by_sample, body, layer_ids, batch, device)
+        yield f"{how}, output_hidden_states", pace(work, samples, 16, num_tokens, device)
     how = "batches of similar length, nothing stored"
     yield how, rate(lambda p: padded(body, p, device), packs[:1], device)
     if can_pack(body, device, torch.bfloat16):

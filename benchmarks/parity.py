@@ -19,6 +19,7 @@ from transformers import AutoModel, Gemma3TextConfig, LlamaConfig, Qwen3Config
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
 
+from dflash_core.extractor import split_pack
 from dflash_core.packed_forward import can_pack, enable_packing, packed_forward
 from dflash_core.packing import Pack
 from dflash_core.target import tap_layers
@@ -74,20 +75,6 @@ def make_pack(lengths: list[int]) -> Pack:
     return Pack(0, ids, np.ones(len(ids), np.uint8), start, length, np.arange(len(length)))
 
 
-def alone(pack: Pack, sample: int) -> Pack:
-    """One sample as a row of its own."""
-    start, length = int(pack.start[sample]), int(pack.length[sample])
-    rows = slice(start, start + length)
-    return Pack(
-        0,
-        pack.input_ids[rows],
-        pack.loss_mask[rows],
-        np.zeros(1, np.int32),
-        pack.length[sample : sample + 1],
-        pack.samples[sample : sample + 1],
-    )
-
-
 def packed(body: Any, pack: Pack) -> Tensor:
     """States of the taps, float32 [T, L, H]."""
     with tap_layers(body, TAPS) as taps:
@@ -117,7 +104,7 @@ def cosines(row_TLH: Tensor, pack: Pack, singles: list[Tensor]) -> tuple[float, 
 @torch.inference_mode()
 def measure(config: Any) -> list[str]:
     body, pack = make_body(config), make_pack(LENGTHS)
-    samples = [alone(pack, sample) for sample in range(len(LENGTHS))]
+    samples = [sample for _, sample in split_pack(pack, 1)]
     theirs = [native(body, sample) for sample in samples]
     assert can_pack(body, DEVICE, torch.bfloat16), "kernels of the packed path are missing"
     enable_packing(body)

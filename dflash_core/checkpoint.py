@@ -24,10 +24,10 @@ from torch import Tensor
 from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset, canonical_json, sha256
 from dflash_core.model import Drafter, DrafterShape
+from dflash_core.optim import AVERAGE
 
 _FOLDER = "checkpoints"
 _OBJECT_BYTES = 2**30
-_AVERAGE = "average"  # field of the optimiser's state that has objects of its own
 
 
 def unit_of(step: int) -> str:
@@ -144,7 +144,7 @@ def restore_optimizer(
     record = run.record(unit_of(step))
     tensors = _get_tensors(run, record["optimizer"])
     averages = _get_tensors(run, record.get("average", []))
-    tensors |= {f"{name}:{_AVERAGE}": average for name, average in averages.items()}
+    tensors |= {f"{name}:{AVERAGE}": average for name, average in averages.items()}
     parameters: dict[str, Any] = dict(drafter.named_parameters())
     for name, tensor in tensors.items():
         parameter_name, _, field = name.rpartition(":")
@@ -189,16 +189,16 @@ def _flat_state(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str,
         f"{name}:{field}": tensor
         for name, parameter in drafter.named_parameters()
         for field, tensor in sorted(optimizer.state.get(parameter, {}).items())
-        if field != _AVERAGE
+        if field != AVERAGE
     }
 
 
 def _averages(drafter: Drafter, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The averages of the weights by the names of these; empty where there are none, or none yet."""
     return {
-        name: optimizer.state[parameter][_AVERAGE]
+        name: optimizer.state[parameter][AVERAGE]
         for name, parameter in drafter.named_parameters()
-        if _AVERAGE in optimizer.state.get(parameter, {})
+        if AVERAGE in optimizer.state.get(parameter, {})
     }
 
 

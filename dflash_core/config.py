@@ -185,6 +185,11 @@ class ExtractConfig(Config):
     teacher_top_k: int = Field(default=0, ge=0)
     """Store the target's most likely tokens with their log-probabilities, this many for each row; 0 stores none."""
 
+    @property
+    def taps_last_layer(self) -> bool:
+        """Whether extraction runs the target to its last layer, whose states the options above need."""
+        return self.last or self.teacher_top_k > 0
+
 
 class DrafterConfig(Config):
     """Shape of the drafter. A 0 takes the target's value, or what the field's text says."""

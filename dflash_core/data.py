@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dflash_core.config import Runtime
+from dflash_core.devices import to_device
 from dflash_core.packing import Pack
 
 CPU = torch.device("cpu")
@@ -122,7 +123,7 @@ def read_ahead(
         if device.type == "cuda":
             stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
-                hidden_TLH = hidden_TLH.pin_memory().to(device, non_blocking=True)
+                hidden_TLH = to_device(hidden_TLH, device)
             stream.synchronize()
         return pack, hidden_TLH
 

@@ -55,6 +55,20 @@ class Job(Config):
     runtime: Runtime
     """Device and batch sizes."""
 
+    @classmethod
+    def filling(
+        cls,
+        dataset: Dataset,
+        source: str,
+        target: TargetConfig,
+        runtime: Runtime,
+        *,
+        stage: Literal["extract", "regenerate"],
+    ) -> Job:
+        """The job of filling `dataset` from the dataset at path `source` under the same root."""
+        root, path = dataset.root.url, dataset.path
+        return cls(stage=stage, root=root, path=path, source=source, target=target, runtime=runtime)
+
 
 class Workers(Protocol):
     """Whoever does a job's units. Safe to call from as many threads as `width`."""

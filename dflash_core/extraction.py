@@ -125,7 +125,7 @@ def contract_of(tokens: Dataset, target: TargetConfig, config: ExtractConfig) ->
     num_layers = text_config(target).num_hidden_layers
     layer_ids = config.target_layer_ids or default_target_layer_ids(num_layers)
     check_layer_ids(layer_ids, num_layers)
-    if (config.last or config.teacher_top_k) and num_layers - 1 in layer_ids:
+    if config.taps_last_layer and num_layers - 1 in layer_ids:
         raise InputError(
             f"extract.target_layer_ids {layer_ids} holds the last layer, {num_layers - 1}, which extract.last and "
             "extract.teacher_top_k tap themselves; leave it out of the list"
@@ -136,7 +136,7 @@ def contract_of(tokens: Dataset, target: TargetConfig, config: ExtractConfig) ->
         "target_layer_ids": layer_ids,
         "layer_convention": CONVENTION,
         "dtype": config.dtype,
-        "last_layer_id": num_layers - 1 if config.last or config.teacher_top_k else None,
+        "last_layer_id": num_layers - 1 if config.taps_last_layer else None,
         "thinking": made_with["thinking"],
         "tokens": tokens.fingerprint,
     }

@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from dflash_core.config import TrainConfig
 from dflash_core.model import Drafter
 
+AVERAGE = "average"  # field of the state of a weight that holds the average of it
 _BETAS, _EPS = (0.9, 0.95), 1e-8
 _MOMENTUM, _NEWTON_SCHULZ = (
     0.95,
@@ -115,15 +116,15 @@ class Optimizer(torch.optim.Optimizer):
         """
         if average_decay:
             for parameter in self.copies:
-                if "average" not in self.state[parameter]:
-                    self.state[parameter]["average"] = parameter.detach().clone()
+                if AVERAGE not in self.state[parameter]:
+                    self.state[parameter][AVERAGE] = parameter.detach().clone()
         for group in self.param_groups:
             update = self._muon if group["kind"] == "muon" else self._adamw
             update(group, scale)
         for parameter, copied in self.copies.items():
             parameter.grad = copied.grad = None
             if average_decay:
-                self.state[parameter]["average"].lerp_(parameter, 1 - average_decay)
+                self.state[parameter][AVERAGE].lerp_(parameter, 1 - average_decay)
 
     @contextmanager
     def averaged(self) -> Generator[None]:
@@ -137,8 +138,8 @@ class Optimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _swap(self) -> None:
         for parameter in self.copies:
-            if "average" in self.state[parameter]:
-                average = self.state[parameter]["average"]
+            if AVERAGE in self.state[parameter]:
+                average = self.state[parameter][AVERAGE]
                 weight = parameter.clone()
                 parameter.copy_(average)
                 average.copy_(weight)

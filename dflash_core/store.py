@@ -134,8 +134,8 @@ def _estimated_rate(
 ) -> float:
     from dflash_core import cards  # Transformers' model classes take seconds to import
 
-    to_the_end = config.last or config.teacher_top_k
-    last = text_config(target).num_hidden_layers - 1 if to_the_end else layer_ids[-1]
+    deepest = text_config(target).num_hidden_layers - 1
+    last = deepest if config.taps_last_layer else layer_ids[-1]
     return cards.tokens_per_s(target, [last], card)
 
 

@@ -348,7 +348,8 @@ class Trainer:
             total += loss.detach()
             counts = pack_counts if counts is None else counts + pack_counts
             tokens += pack.num_tokens + blocks.labels_NK.numel()
-            flops += self._flops(pack, blocks)
+            if self._flops_per_s is not None:
+                flops += self._flops(pack, blocks)
             indices.append(pack.index)
             asked = time.perf_counter()
         assert counts is not None, "the reader ended before the run did"

@@ -50,14 +50,7 @@ def extract(params: ExtractParams) -> StageResult:
 
 
 def _run_here(stage: Stage, params: ExtractParams, dataset: Dataset, units: list[int]) -> None:
-    job = Job(
-        stage="extract",
-        root=stage.root.url,
-        path=dataset.path,
-        source=params.tokens,
-        target=params.target,
-        runtime=params.runtime,
-    )
+    job = Job.filling(dataset, params.tokens, params.target, params.runtime, stage="extract")
     missing = extraction.missing(dataset)
     stage.run(extract_span, params, units, missing, span=params.runtime.span_packs, job=job)
 

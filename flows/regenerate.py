@@ -64,14 +64,7 @@ def _run_here(stage: Stage, params: RegenerateParams, dataset: Dataset, units: l
     if params.endpoints.urls:
         stage.run(regenerate_part, params, units, missing, span=PARTS_PER_TASK)
         return
-    job = Job(
-        stage="regenerate",
-        root=stage.root.url,
-        path=dataset.path,
-        source=params.corpus,
-        target=params.target,
-        runtime=params.runtime,
-    )
+    job = Job.filling(dataset, params.corpus, params.target, params.runtime, stage="regenerate")
     stage.run(regenerate_part, params, units, missing, span=1, job=job)
 
 

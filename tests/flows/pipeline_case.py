@@ -158,14 +158,7 @@ def extract_alone(
 
     asked = extract_params(root, made, target)
     dataset = extraction.plan(root, name, made, target, asked.extract)
-    job = Job(
-        stage="extract",
-        root=root.url,
-        path=dataset.path,
-        source=made.path,
-        target=target,
-        runtime=asked.runtime,
-    )
+    job = Job.filling(dataset, made.path, target, asked.runtime, stage="extract")
     InProcess(job).run(extraction.units(dataset))
     extraction.seal(dataset)
     return dataset

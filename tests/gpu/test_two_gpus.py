@@ -34,15 +34,8 @@ def plan(folder, target: TargetConfig) -> tuple[Dataset, Job]:
     tokens = make_tokens(root, target, realistic_lengths(PACKS, 4096, 256), 4096)
     config = ExtractConfig(target_layer_ids=LAYERS, chunk_rows=64)
     dataset = extraction.plan(root, "test", tokens, target, config)
-    job = Job(
-        stage="extract",
-        root=root.url,
-        path=dataset.path,
-        source=tokens.path,
-        target=target,
-        runtime=Runtime(device=DEVICES[0], compile=False),
-    )
-    return dataset, job
+    runtime = Runtime(device=DEVICES[0], compile=False)
+    return dataset, Job.filling(dataset, tokens.path, target, runtime, stage="extract")
 
 
 def test_one_of_two_is_killed_and_nothing_is_missing_or_twice(tmp_path):
