@@ -54,7 +54,7 @@ from dflash_core.model import Drafter, DrafterShape, resolve_shape
 from dflash_core.optim import Optimizer, average_decay, bfloat16_copy, learning_rate
 from dflash_core.packing import Pack
 from dflash_core.progress import Progress, silent
-from dflash_core.ranks import ALONE, GradientSums, Ranks, joined, shard
+from dflash_core.ranks import ALONE, GradientSums, Ranks, gathered, joined, shard
 from dflash_core.replay import Answer
 from dflash_core.storage import Storage
 from dflash_core.training_log import TrainingLog, picture
@@ -300,7 +300,7 @@ class Trainer:
         self.drafter, self.step, self.ranks, self.config = drafter, step, ranks, config
         self.share = slice(ranks.rank, None, ranks.size)
         self.num_packs = len(range(config.packs_per_step)[self.share])
-        self._compute, self._sharded = drafter, sharded
+        self._compute = drafter
         if sharded:
             shard(drafter)
         elif self.device.type == "cuda":
@@ -385,18 +385,14 @@ class Trainer:
 
         It is that of the averaged weights, where there are any.
         """
-        drafter: Any = self.drafter
         # Eager: answers have many lengths, and a compiled layer would be compiled for each.
         with (
             self.optimizer.averaged(),
             torch.compiler.set_stance("force_eager"),
             torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"),
+            gathered(self.drafter),
         ):
-            if self._sharded:
-                drafter.unshard()
-            found = replay.acceptance(drafter, self._embedding_VH, self._head_VH, answers)
-            if self._sharded:
-                drafter.reshard()
+            found = replay.acceptance(self.drafter, self._embedding_VH, self._head_VH, answers)
         return {
             "held_out_acceptance_length": found.decoded,
             "held_out_simulated": found.simulated,
