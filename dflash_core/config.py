@@ -422,6 +422,8 @@ class Runtime(Config):
     device_processes: int = Field(default=0, ge=0)
     """Processes that keep the target loaded for extraction and regeneration; 0 takes one for each GPU and,
     without a GPU, none: the flow's own process computes."""
+    gpus_per_target: int = Field(default=1, ge=1)
+    """GPUs that hold one target in extraction, a run of its layers each; for targets too large for one GPU."""
     units_per_run: int = Field(default=0, ge=0)
     """Packs, or parts of rows, that a child run takes when the workers of the gpu queue share extraction or
     regeneration; an hour of work each is a good size. 0 computes in the run itself."""

@@ -90,23 +90,29 @@ def open_workers(job: Job) -> Workers:
     Raises:
         InputError: more processes on GPUs than there are GPUs.
     """
-    devices = devices_of(job.runtime)
-    return DeviceProcesses(job, devices) if devices else InProcess(job)
+    devices = devices_of(job.runtime, job.stage)
+    return DeviceProcesses(job, [first for first, *_ in devices]) if devices else InProcess(job)
 
 
-def devices_of(runtime: Runtime) -> list[str]:
-    """The device of each process that is to be started; empty when this process is to compute."""
-    count = runtime.device_processes
-    if runtime.device not in ("auto", "cuda"):
-        return [runtime.device] * (count or runtime.device.startswith("cuda"))
+def devices_of(runtime: Runtime, stage: str) -> list[list[str]]:
+    """The devices of each process that is to be started; empty when this process is to compute."""
     import torch
 
-    gpus = torch.cuda.device_count()
-    if not gpus:
-        return [runtime.device] * count
-    if count > gpus:
-        raise InputError(f"device_processes is {count}, but this machine has {gpus} GPUs")
-    return [f"cuda:{index}" for index in range(count or gpus)]
+    from dflash_core.devices import resolve_devices
+
+    count, gpus = runtime.device_processes, torch.cuda.device_count()
+    each = runtime.gpus_per_target if stage == "extract" else 1
+    if runtime.device not in ("auto", "cuda") or not gpus:
+        devices = [str(device) for device in resolve_devices(runtime.device, each)]
+        return [devices] * (count or devices[0].startswith("cuda"))
+    if max(count, 1) * each > gpus:
+        raise InputError(
+            f"device_processes is {count} and gpus_per_target {each}, but this machine has {gpus} GPUs"
+        )
+    return [
+        [f"cuda:{index * each + further}" for further in range(each)]
+        for index in range(count or gpus // each)
+    ]
 
 
 # --- the work itself ---------------------------------------------------------------------------

@@ -26,6 +26,19 @@ def resolve_device(device: str) -> torch.device:
     return found
 
 
+def resolve_devices(device: str, count: int) -> list[torch.device]:
+    """The device and the `count - 1` GPUs after it. Raises InputError for one that is not there."""
+    first = resolve_device(device)
+    if count == 1:
+        return [first]
+    if first.type != "cuda":
+        raise InputError(
+            f"gpus_per_target is {count}, which needs GPUs; the device is {first.type}"
+        )
+    start = first.index or 0
+    return [resolve_device(f"cuda:{index}") for index in range(start, start + count)]
+
+
 def to_device(values: Tensor, device: torch.device) -> Tensor:
     """A copy of host memory on the device, in the order of its stream.
 

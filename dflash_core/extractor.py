@@ -33,16 +33,18 @@ from torch import Tensor, nn
 
 from dflash_core import float8, parity
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig
-from dflash_core.devices import resolve_device
+from dflash_core.devices import resolve_devices
 from dflash_core.errors import InputError
 from dflash_core.extraction import KERNELS, contract_of, read_kernels, tapped_layer_ids
 from dflash_core.flops import flops_per_token, matmul_flops_per_s
 from dflash_core.hidden_states import Written, check_rows, read_contract, read_layout, write_pack
+from dflash_core.layer_split import LayerSplit
 from dflash_core.manifest import Dataset, canonical_json, require_same
 from dflash_core.packed_forward import can_pack, compile_parts, enable_packing, packed_forward
 from dflash_core.packing import Pack
 from dflash_core.progress import Progress, silent
 from dflash_core.target import (
+    decoder_layers,
     gdn_backend,
     gdn_modules,
     load_body,
@@ -129,11 +131,13 @@ class Extractor:
         self._layer_ids = tapped_layer_ids(contract)
         self._num_rows: int = text_config(target).vocab_size
         self._dtype: torch.dtype = getattr(torch, target.dtype)
-        self._device = resolve_device(runtime.device)
+        self._devices = resolve_devices(runtime.device, runtime.gpus_per_target)
+        self._device = self._devices[0]
         if self._device.index is not None:
             # Else pinned memory opens a context on the first GPU.
             torch.cuda.set_device(self._device)
-        self._body = body or load_body(target, self._layer_ids, self._device)
+        self._body = body or load_body(target, self._layer_ids, *self._devices)
+        self._split = LayerSplit(decoder_layers(self._body), self._devices)
         require_fast_kernels(self._body, self._device, runtime.slow_kernels)
         self._teacher = Teacher(target, self._body) if self._layout.teacher_top_k else None
         self._most_tokens = runtime.batch_tokens
@@ -324,23 +328,27 @@ class Extractor:
                 self._forward_batch(ids_BS, rows_N, cells_N, out_TLH)
 
     def _forward_row(self, pack: Pack, out_NLH: Tensor) -> None:
-        def sink(tap: int, states_1NH: Tensor) -> None:
+        def put(tap: int, states_1NH: Tensor) -> None:
             out_NLH[:, tap] = states_1NH[0]
 
-        with tap_layers(self._body, self._layer_ids, sink):
+        with tap_layers(self._body, self._layer_ids, self._sink(put)):
             packed_forward(self._body, pack, self._device)
 
     def _forward_batch(
         self, ids_BS: Tensor, rows_N: Tensor, cells_N: Tensor, out_TLH: Tensor
     ) -> None:
-        rows_N, cells_N = rows_N.to(self._device), cells_N.to(self._device)
+        rows_N, cells_N = rows_N.to(out_TLH.device), cells_N.to(out_TLH.device)
 
-        def sink(tap: int, states_BSH: Tensor) -> None:
+        def put(tap: int, states_BSH: Tensor) -> None:
             out_TLH[rows_N, tap] = states_BSH.flatten(0, 1)[cells_N].to(torch.bfloat16)
 
         # Causal layers never let a real token see the padding on its right, so no mask is needed.
-        with tap_layers(self._body, self._layer_ids, sink):
+        with tap_layers(self._body, self._layer_ids, self._sink(put)):
             self._body(input_ids=ids_BS.to(self._device), use_cache=False)
+
+    def _sink(self, put: Callable[[int, Tensor], None]) -> Callable[[int, Tensor], None]:
+        """Calls `put` with a tap and its states on the device of the buffers, the last one."""
+        return lambda tap, states: self._split.deliver(states, partial(put, tap))
 
     def _check_ids(self, pack: Pack) -> None:
         row = int(pack.input_ids.argmax())
@@ -412,15 +420,18 @@ class Extractor:
     def _new_buffers(self, count: int) -> list[Tensor]:
         layout = self._layout
         shape = (layout.pack_tokens, len(self._layer_ids), layout.hidden_size)
-        return [torch.empty(shape, dtype=torch.bfloat16, device=self._device) for _ in range(count)]
+        return [
+            torch.empty(shape, dtype=torch.bfloat16, device=self._devices[-1]) for _ in range(count)
+        ]
 
     def _numbers(self, tally: _Tally, slots_in_use: int) -> dict[str, float]:
         elapsed = tally.elapsed()
         numbers = {"tokens_per_s": tally.num_tokens / elapsed, "slots_in_use": slots_in_use}
         if self._gpu is not None:
-            numbers["mfu"] = numbers["tokens_per_s"] / self._gpu.tokens_per_s_at_peak
+            at_peak = len(self._devices) * self._gpu.tokens_per_s_at_peak
+            numbers["mfu"] = numbers["tokens_per_s"] / at_peak
             numbers["busy"] = tally.forward_s / elapsed
-            numbers["gpu_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+            numbers["gpu_gib"] = max(map(torch.cuda.max_memory_allocated, self._devices)) / 2**30
         seconds = {f"{kind}_s": value for kind, value in self._seconds.items()}
         return {key: round(value, 3) for key, value in (numbers | seconds).items()}
 

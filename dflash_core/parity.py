@@ -97,7 +97,7 @@ def native_states(
         result = body(input_ids=ids[None].to(device), use_cache=False, output_hidden_states=True)
     states_SLH = taps.stack()[0]
     for tap, layer in enumerate(layer_ids):
-        theirs_SH = result.hidden_states[layer + 1][0]
+        theirs_SH = result.hidden_states[layer + 1][0].to(states_SLH.device)
         if not torch.equal(states_SLH[:, tap].nan_to_num(), theirs_SH.nan_to_num()):
             raise DFlashError(
                 f"tap {tap} is not the output of decoder layer {layer} as Transformers reports it "

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dflash_core.model import Drafter
+from dflash_core.model import MLP, Drafter
 from dflash_core.optim import Optimizer
 
 
@@ -84,7 +84,8 @@ def shard(drafter: Drafter) -> None:
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
-    for module in (*(layer.mlp for layer in drafter.layers), drafter):
+    mlps = [module for module in drafter.modules() if isinstance(module, MLP)]
+    for module in (*mlps, drafter):
         fully_shard(module, mp_policy=policy, reshard_after_forward=False)
     register_fsdp_forward_method(drafter, "forward_pack")
     for group in _groups(drafter):

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib
 import importlib.util
 import inspect
 import json
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from dflash_core.config import TargetConfig
 from dflash_core.errors import InputError
+from dflash_core.layer_split import device_map
 from dflash_core.manifest import canonical_json, sha256
 
 if TYPE_CHECKING:
@@ -361,17 +363,22 @@ def load_causal_lm(target: TargetConfig, device: torch.device) -> PreTrainedMode
     """The text model with its head, in eval mode, without gradients; vision towers are not loaded."""
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, target, text_config(target), device)
+    return _load(AutoModelForCausalLM, target, text_config(target), {"": device})
 
 
-def load_body(target: TargetConfig, layer_ids: list[int], device: torch.device) -> nn.Module:
+def load_body(target: TargetConfig, layer_ids: list[int], *devices: torch.device) -> nn.Module:
     """The decoder up to the last tap: layers 0 to max(layer_ids), no head, no vision.
 
-    Its output is that of the last tap; the norm that would follow is aside, as `final_norm`.
+    Its output is that of the last tap; the norm that would follow is aside, as `final_norm`. Several
+    devices get a run of layers each, which `layer_split.LayerSplit` has to connect.
     """
     from transformers import AutoModel
 
-    body = _load(AutoModel, target, _body_config(target, layer_ids), device)
+    config = _body_config(target, layer_ids)
+    places = {"": devices[0]}
+    if len(devices) > 1:
+        places = device_map(empty_body(target, layer_ids), devices)
+    body = _load(AutoModel, target, config, places)
     body.final_norm = body.norm
     body.norm = nn.Identity()
     return body
@@ -410,9 +417,13 @@ def check_layer_ids(layer_ids: list[int], num_layers: int) -> None:
         )
 
 
-def _load(loader: Any, target: TargetConfig, config: PreTrainedConfig, device: torch.device) -> Any:
+def _load(
+    loader: Any, target: TargetConfig, config: PreTrainedConfig, places: dict[str, torch.device]
+) -> Any:
+    """The model with each part named in `places` on its device; the name "" is the whole."""
     # With accelerate each tensor goes straight to the GPU; without it the model passes through memory.
-    direct = device.type == "cuda" and importlib.util.find_spec("accelerate") is not None
+    on_gpu = all(device.type == "cuda" for device in places.values())
+    direct = on_gpu and importlib.util.find_spec("accelerate") is not None
     with _without_load_report():
         model, info = _pretrained(
             loader.from_pretrained,
@@ -422,7 +433,7 @@ def _load(loader: Any, target: TargetConfig, config: PreTrainedConfig, device: t
             dtype=getattr(torch, target.dtype),
             use_safetensors=True,
             output_loading_info=True,
-            **({"device_map": {"": device}} if direct else {}),
+            **({"device_map": places} if direct else {}),
         )
     if info["missing_keys"]:
         missing = sorted(info["missing_keys"])
@@ -430,8 +441,13 @@ def _load(loader: Any, target: TargetConfig, config: PreTrainedConfig, device: t
             f"the weights of target {target.id!r} lack {len(missing)} tensors (first: {missing[0]}); "
             "the checkpoint is incomplete or of another family"
         )
+    if direct and len(places) > 1:
+        # Its hooks would copy what layers share to each of them; ours do it once a device.
+        importlib.import_module("accelerate.hooks").remove_hook_from_module(model, recurse=True)
     _spare_cpu_tensors_the_gpu_kernels(model)
-    return model.to(device).eval().requires_grad_(False)
+    for name, device in places.items():
+        model.get_submodule(name).to(device)
+    return model.eval().requires_grad_(False)
 
 
 @contextlib.contextmanager
@@ -556,7 +572,8 @@ class tap_layers:
         """The taps of the last forward, [B, T, L, H]."""
         outputs = [output for output in self._outputs if output is not None]
         assert len(outputs) == len(self._outputs), "no forward ran inside the context"
-        return torch.stack(outputs, dim=2)
+        # Layers may lie on several devices.
+        return torch.stack([output.to(outputs[-1].device) for output in outputs], dim=2)
 
     def _take(self, tap: int, layer: nn.Module, inputs: tuple, output: Tensor | tuple) -> None:
         # Returns None on purpose: anything else would replace the layer's output.

@@ -34,7 +34,8 @@ class Teacher:
                 )
         self._cap: float | None = getattr(config, "final_logit_softcapping", None)
         self._norm: nn.Module = body.final_norm
-        self._head_VH = load_embedding_and_head(target)[1].to(next(body.parameters()).device)
+        device = next(self._norm.parameters()).device
+        self._head_VH = load_embedding_and_head(target)[1].to(device)
 
     @torch.inference_mode()
     def top_k(self, last_NH: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -274,7 +274,8 @@ def _devices(job: Job | None) -> Generator[int]:
         with _stop_when_interrupted():
             yield 1
         return
-    with holding(devices_of(job.runtime)):
+    devices = devices_of(job.runtime, job.stage)
+    with holding([device for each in devices for device in each]):
         _workers[job.path] = workers = open_workers(job)
         try:
             with _stop_when_interrupted():

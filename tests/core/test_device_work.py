@@ -32,18 +32,30 @@ def job(root: str = "", path: str = "", **runtime) -> Job:
 
 
 def test_a_cpu_is_used_by_this_process_unless_told_otherwise():
-    assert devices_of(Runtime(device="cpu")) == []
-    assert devices_of(Runtime(device="cpu", device_processes=2)) == ["cpu", "cpu"]
+    assert devices_of(Runtime(device="cpu"), "extract") == []
+    two = devices_of(Runtime(device="cpu", device_processes=2), "extract")
+    assert two == [["cpu"], ["cpu"]]
 
 
 def test_there_is_a_process_for_each_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert devices_of(Runtime()) == ["cuda:0", "cuda:1", "cuda:2"]
-    assert devices_of(Runtime(device_processes=2)) == ["cuda:0", "cuda:1"]
-    assert devices_of(Runtime(device="cuda:1")) == ["cuda:1"]
-    assert devices_of(Runtime(device="cpu")) == []
+    assert devices_of(Runtime(), "extract") == [["cuda:0"], ["cuda:1"], ["cuda:2"]]
+    assert devices_of(Runtime(device_processes=2), "extract") == [["cuda:0"], ["cuda:1"]]
+    assert devices_of(Runtime(device="cuda:1"), "extract") == [["cuda:1"]]
+    assert devices_of(Runtime(device="cpu"), "extract") == []
     with pytest.raises(InputError, match="this machine has 3 GPUs"):
-        devices_of(Runtime(device_processes=4))
+        devices_of(Runtime(device_processes=4), "extract")
+
+
+def test_a_process_takes_several_gpus_for_a_large_target(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    runtime = Runtime(gpus_per_target=2)
+    assert devices_of(runtime, "extract") == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
+    assert len(devices_of(runtime, "regenerate")) == 5
+    second = runtime.model_copy(update={"device": "cuda:1"})
+    assert devices_of(second, "extract") == [["cuda:1", "cuda:2"]]
+    with pytest.raises(InputError, match="gpus_per_target 2, but this machine has 5 GPUs"):
+        devices_of(Runtime(gpus_per_target=2, device_processes=3), "extract")
 
 
 class Crowded:

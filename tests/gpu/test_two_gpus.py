@@ -85,3 +85,19 @@ def test_one_of_two_is_killed_and_nothing_is_missing_or_twice(tmp_path):
         assert torch.equal(ours.read_pack(pack)[1], theirs.read_pack(pack)[1])
     objects = [len(list(store.storage.list("hidden/c/"))) for store in (dataset, undisturbed)]
     assert objects[0] == objects[1], "an object too many or too few"
+
+
+def test_a_target_over_two_gpus_gives_the_same_states_as_on_one(tmp_path):
+    pytest.importorskip("fla")
+    changes = {**HYBRID, "vocab_size": 512}
+    target = TargetConfig(id=qwen3_5_text(tmp_path / "target", **changes).id, dtype="bfloat16")
+    stores = []
+    for each in (1, 2):
+        dataset, job = plan(tmp_path / str(each), target)
+        runtime = job.runtime.model_copy(update={"gpus_per_target": each})
+        InProcess(job.model_copy(update={"runtime": runtime})).run(extraction.missing(dataset))
+        extraction.seal(dataset)
+        stores.append(HiddenStates.open(dataset))
+    whole, split = stores
+    for pack in range(whole.num_packs):
+        assert torch.equal(whole.read_pack(pack)[1], split.read_pack(pack)[1])
