@@ -6,6 +6,7 @@ Prints one table (how, tokens/s, share of the speed of a large matrix product), 
 the time went, host CPU and memory. Packs are deleted as soon as they are committed, so a run of any length
 fits; everything else is as in the extract stage: checks, taps, copy, encoding, checksums, commit records.
 With --processes 1 2 4 8 the same on that many GPUs of one host, one process each, on one store.
+With --gpus-per-target 2 a target that lies on two GPUs, which wants --skip-baselines.
 With --device cpu --shape tiny it runs anywhere, which says nothing about speed.
 """
 
@@ -33,9 +34,11 @@ from torch import Tensor
 
 from dflash_core import extraction, tokenization
 from dflash_core.config import ExtractConfig, Runtime, TargetConfig
+from dflash_core.devices import resolve_devices
 from dflash_core.extractor import Extractor, padded_batches, split_pack
 from dflash_core.flops import flops_per_token, matmul_flops_per_s
 from dflash_core.hidden_states import pack_unit, read_layout
+from dflash_core.layer_split import device_map
 from dflash_core.manifest import Dataset
 from dflash_core.packed_forward import can_pack, compile_parts, enable_packing, packed_forward
 from dflash_core.packing import Pack, plan_packs
@@ -269,26 +272,34 @@ class Janitor:
 class Setting:
     """What one process works with."""
 
-    device: torch.device
+    devices: list[torch.device]
     target: TargetConfig
     tokens: Dataset
     dataset: Dataset
 
     @classmethod
     def make(cls, options: argparse.Namespace) -> Setting:
-        device, root = torch.device(options.device), Storage.from_url(options.store)
+        devices = resolve_devices(options.device, options.gpus_per_target)
+        root = Storage.from_url(options.store)
         target = make_target(Path(options.store) / "target", options.shape)
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        dtype = "bfloat16" if devices[0].type == "cuda" else "float32"
         target = target.model_copy(update={"dtype": dtype})
         lengths = realistic_lengths(options.packs, options.pack_tokens, options.median_tokens)
         tokens = make_tokens(root, target, lengths, options.pack_tokens)
         dataset = extraction.plan(root, "benchmark", tokens, target, ExtractConfig(chunk_rows=256))
-        return cls(device, target, tokens, dataset)
+        return cls(devices, target, tokens, dataset)
 
     @cached_property
     def body(self) -> Any:
         layer_ids = extraction.read_contract(self.dataset)["target_layer_ids"]
-        return make_body(self.target, max(layer_ids) + 1, self.device)
+        body = make_body(self.target, max(layer_ids) + 1, self.device)
+        for name, device in device_map(body, self.devices).items():
+            body.get_submodule(name).to(device)
+        return body
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
 
 
 def baselines(setting: Setting) -> Iterator[tuple[str, float]]:
@@ -335,7 +346,12 @@ def warmed_up(setting: Setting, options: argparse.Namespace) -> Callable[[], dic
     """The timed run over this process's share of the packs, after checks, compilation and a first round."""
     share, of = map(int, options.share.split("/"))
     packs = list(range(Tokens.open(setting.tokens).num_packs))[share::of]
-    runtime = Runtime(device=options.device, writer_threads=options.writers, slow_kernels=True)
+    runtime = Runtime(
+        device=options.device,
+        gpus_per_target=options.gpus_per_target,
+        writer_threads=options.writers,
+        slow_kernels=True,
+    )
     dataset = setting.dataset
     extractor = Extractor(dataset, setting.tokens, setting.target, runtime, setting.body)
     extractor.extract(packs[:2], Janitor(dataset, packs))  # checks, compiles, allots the slots
@@ -368,7 +384,7 @@ def run_one(options: argparse.Namespace) -> None:
     table = Table("how", "tokens/s", "of matmul", box=None, pad_edge=False)
 
     def add(how: str, tokens_per_s: float) -> None:
-        share = f"{tokens_per_s * flops / peak:.1%}" if peak else "-"
+        share = f"{tokens_per_s * flops / peak / len(setting.devices):.1%}" if peak else "-"
         table.add_row(how, f"{tokens_per_s:,.0f}", share)
         print(f"{how}: {tokens_per_s:,.0f} tokens/s", flush=True)
 
@@ -440,6 +456,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="27b")
     parser.add_argument("--store", required=True, help="root URL: a folder on a fast disk or tmpfs")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--gpus-per-target", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=60, help="of the run that is timed")
     parser.add_argument("--packs", type=int, default=24)
     parser.add_argument("--pack-tokens", type=int, default=16_384)
