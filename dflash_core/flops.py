@@ -29,14 +29,15 @@ def flops_per_token(body: Any) -> float:
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """Speed of a large matrix product of random values, measured: what `mfu` is a share of."""
     size, times = 8192, 5
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for step in range(2 * times):
-        if step == times:
-            began.record()
-        a @ b
-    ended.record()
-    ended.synchronize()
+    with torch.cuda.device(device):  # events are recorded on the current one
+        a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for step in range(2 * times):
+            if step == times:
+                began.record()
+            a @ b
+        ended.record()
+        ended.synchronize()
     return times * 2 * size**3 / (began.elapsed_time(ended) / 1e3)
 
 

@@ -105,7 +105,7 @@ def test_compiled_losses_are_those_of_plain_code_on_the_cpu(kind, top_k):
     head, labels = torch.randn(1000, 32, generator=generator), torch.arange(300)
     results = []
     for device in ("cpu", "cuda"):
-        states = hidden.to(device).requires_grad_()
+        states = hidden.detach().to(device).requires_grad_()
         known = None if kind == "ce" else LastStates(teacher.to(device))
         if known and top_k:
             logprobs, ids = (teacher @ head.T).log_softmax(-1).topk(top_k)
