@@ -1,5 +1,5 @@
 # make demo        the whole pipeline on a tiny trained hybrid: minutes on 2 cores, nothing downloaded
-# make test        the fast tests; make test-slow runs slow ones, real servers and peers
+# make test        the fast tests; make test-slow runs slow ones and real servers, make test-peers others' code
 # make check       lint, format and types
 # make ui          Prefect server, worker and deployments on this machine
 
@@ -12,7 +12,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_COMPILE_BYTECODE = 1
 TORCH ?= torch==2.13.0
 
-.PHONY: demo demo-smollm2 test test-slow test-all check audit ui setup clean
+.PHONY: demo demo-smollm2 test test-slow test-peers test-all check audit ui setup clean
 
 setup: .venv/installed
 
@@ -34,9 +34,18 @@ test: .venv/installed
 	$(PYTEST) -n 2
 
 test-slow: .venv/installed
-	$(PYTEST) -m "slow or server or peers"
+	$(PYTEST) -m "slow or server"
 
-test-all: test test-slow
+# Trainers and loaders that are compared with. They are no dependencies, so they lie apart.
+.venv/peers: .venv/installed
+	$(BIN)/uv pip install -q --python $(BIN)/python --no-deps --target $@ speculators==0.9.0 hs-connectors==0.9.0 \
+	  specforge==0.2.0 dflash==0.1.0 compressed-tensors==0.20.1 openai jiter distro sniffio loguru
+	touch $@
+
+test-peers: .venv/peers
+	PYTHONPATH=$< $(PYTEST) -m peers
+
+test-all: test test-slow test-peers
 
 check: .venv/installed
 	$(BIN)/ruff check .

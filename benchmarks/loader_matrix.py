@@ -1,10 +1,10 @@
 """Layout x loader: are the logits of an exported drafter equal, or is it refused, and why. A Markdown table.
 
-    PYTHONPATH=.:/tmp/peers python benchmarks/loader_matrix.py
+    PYTHONPATH=.:.venv/peers python benchmarks/loader_matrix.py
 
-/tmp/peers holds the packages that are compared with; tests/loaders.py says how to install them. The
-target is a tiny random Qwen3, the drafters are random. vLLM and SGLang are not run: for those the table
-says what their own rules make of config.json (dflash_core/engines.py).
+`make .venv/peers` installs the packages that are compared with. The target is a tiny random Qwen3, the
+drafters are random. vLLM and SGLang are not run: for those the table says what their own rules make of
+config.json (dflash_core/engines.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Conversations a second, tokens encoded for each token printed, and how full packs get; the tables of
 docs/tokenization.md. With speculators 0.9.0 its preprocessing is timed on the same conversations.
 
-Run: pip install --no-deps --target /tmp/peers speculators==0.9.0 hs-connectors==0.9.0 loguru
-     PYTHONPATH=/tmp/peers python -m benchmarks.tokenization [FOLDER OF A TOKENIZER]
+Run: make .venv/peers
+     PYTHONPATH=.venv/peers python -m benchmarks.tokenization [FOLDER OF A TOKENIZER]
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
 """Exported directories through the loaders of others: logits of the random pack, or why there are none.
 
-The packages are not dependencies; they are looked for where they are installed:
-    pip install --no-deps --target /tmp/peers speculators==0.9.0 hs-connectors==0.9.0 dflash==0.1.0
-    pip install --no-deps --target /tmp/peers openai jiter distro sniffio loguru compressed-tensors
-    PYTHONPATH=/tmp/peers pytest -m peers tests/core/test_peers_export.py
+The packages are not dependencies; `make .venv/peers` installs them apart, to be named in PYTHONPATH.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exported directories through the z-lab package and through speculators: their own classes, our logits.
 
-Both are installed outside the project; tests/loaders.py says how.
+`make test-peers` installs both apart and runs this.
 """
 
 import pytest

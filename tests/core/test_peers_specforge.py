@@ -1,8 +1,6 @@
 """The same weights, blocks and labels give the same loss in SpecForge 0.2.
 
-Needs the package, in a folder outside the project:
-    pip install --no-deps --target /tmp/peers specforge==0.2.0
-    PYTHONPATH=/tmp/peers pytest -m peers tests/core/test_peers_specforge.py
+`make test-peers` installs the package apart and runs this.
 """
 
 import pytest

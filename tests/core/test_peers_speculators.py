@@ -1,9 +1,6 @@
 """The same weights, blocks and labels give the same hidden states and loss in speculators 0.9.
 
-Needs the package and what it imports, in a folder outside the project:
-    pip install --no-deps --target /tmp/peers speculators==0.9.0 hs-connectors==0.9.0
-    pip install --no-deps --target /tmp/peers openai jiter distro sniffio loguru
-    PYTHONPATH=/tmp/peers pytest -m peers tests/core/test_peers_speculators.py
+`make test-peers` installs the package apart and runs this.
 """
 
 import numpy as np

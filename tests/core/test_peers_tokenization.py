@@ -1,6 +1,6 @@
 """Where speculators 0.9 finds an answer to begin, on conversations whose history no template rewrites.
 
-Needs the package in a folder outside the project; see test_peers_speculators.py.
+`make test-peers` installs the package apart and runs this.
 """
 
 import pytest
