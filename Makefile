@@ -34,7 +34,8 @@ test: .venv/installed
 	$(PYTEST) -n 2
 
 test-slow: .venv/installed
-	$(PYTEST) -m "slow or server"
+	$(PYTEST) -n 2 -m "slow or server" tests/core
+	$(PYTEST) -m "slow or server" tests/flows
 
 # Trainers and loaders that are compared with. They are no dependencies, so they lie apart.
 .venv/peers: .venv/installed

@@ -26,6 +26,7 @@ from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import ObjectInfo, Storage
 from dflash_core.target import check_layer_ids, default_target_layer_ids, text_config
+from dflash_core.union import parts_of
 
 Level = Literal["index", "list", "full"]
 _READERS = 4  # packs checked at once; each holds its bytes in memory
@@ -37,13 +38,15 @@ def open_store(root: Storage, path: str) -> Dataset:
 
     Raises:
         FileNotFoundError: there is nothing.
-        InputError: another stage made it.
+        InputError: another stage made it, or it is a union of stores.
     """
     dataset = Dataset.open(root, path)
     if dataset.stage != extraction.STAGE:
         raise InputError(
             f"{path} is an output of the {dataset.stage} stage, expected a path like hidden/demo-0123456789ab"
         )
+    if parts := parts_of(dataset):
+        raise InputError(f"{path} is a union and holds no states; name one of {', '.join(parts)}")
     return dataset
 
 

@@ -60,8 +60,10 @@ from dflash_core.storage import Storage
 from dflash_core.training_log import TrainingLog, picture
 
 if TYPE_CHECKING:
-    from dflash_core.hidden_states import HiddenStates
     from dflash_core.object_cache import ObjectCache
+    from dflash_core.union import HiddenStates, UnitedStates
+
+    States = HiddenStates | UnitedStates
 
 log = logging.getLogger(__name__)
 
@@ -134,11 +136,11 @@ def run(
         _train(dataset, store, trainer, answers, runtime, progress or silent)
 
 
-def _open(hidden: Dataset, config: TrainConfig, cache: ObjectCache | None = None) -> HiddenStates:
+def _open(hidden: Dataset, config: TrainConfig, cache: ObjectCache | None = None) -> States:
     """The hidden states, with what the loss needs beside them."""
-    from dflash_core.hidden_states import HiddenStates
+    from dflash_core.union import open_states
 
-    return HiddenStates.open(
+    return open_states(
         hidden.require_stage("hidden"),
         last=config.learns_from == "last",
         top_k=config.learns_from == "top-k",
@@ -148,7 +150,7 @@ def _open(hidden: Dataset, config: TrainConfig, cache: ObjectCache | None = None
 
 def _answers(
     corpus: Dataset | None,
-    store: HiddenStates,
+    store: States,
     target: TargetConfig,
     config: TrainConfig,
     runtime: Runtime,
@@ -227,7 +229,7 @@ def _warn_if_apart(entry: dict[str, Any]) -> None:
 
 def seal(dataset: Dataset, hidden: Dataset) -> dict:
     """The manifest, written once every checkpoint is committed; averages are over the last 100 steps."""
-    from dflash_core.hidden_states import HiddenStates
+    from dflash_core.union import open_states
 
     config = _config(dataset)
     if missing(dataset):
@@ -244,7 +246,7 @@ def seal(dataset: Dataset, hidden: Dataset) -> dict:
         "num_steps": config.num_steps,
         "num_parameters": num_parameters,
         "shape": shape_as_json(shape),
-        "contract": HiddenStates.open(hidden).contract,
+        "contract": open_states(hidden).contract,
         "loss": sum(entry["loss"] for entry in last) / len(last),
         "acceptance_length": sum(entry["acceptance_length"] for entry in last) / len(last),
     }
@@ -562,7 +564,7 @@ def drafter_shape(
     return resolve_shape(config, text_config(target), layer_ids, mask_id)
 
 
-def _resolve(store: HiddenStates, target: TargetConfig, config: TrainConfig) -> DrafterShape:
+def _resolve(store: States, target: TargetConfig, config: TrainConfig) -> DrafterShape:
     """The drafter's shape, after checking that the store belongs to this target."""
     from dflash_core.target import identify
 
@@ -588,7 +590,7 @@ def _resolve(store: HiddenStates, target: TargetConfig, config: TrainConfig) -> 
 
 def _start(
     dataset: Dataset,
-    store: HiddenStates,
+    store: States,
     target: TargetConfig,
     config: TrainConfig,
     runtime: Runtime,

@@ -1,4 +1,4 @@
-"""Keeping a hidden-state store, from the Prefect UI: plan, status, verify, repair, gc, export-sample.
+"""Keeping hidden-state stores, from the Prefect UI: plan, status, verify, repair, gc, export-sample, unite.
 
 Each is one task over `dflash_core.store`; `dflash store` does the same without Prefect.
 """
@@ -19,6 +19,7 @@ from dflash_core import store as keeping
 from dflash_core.errors import CorruptError
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
+from dflash_core.union import unite
 from flows._common import progress_on_page, worth_retrying
 from flows.store_params import (
     ExportSampleParams,
@@ -27,6 +28,7 @@ from flows.store_params import (
     RepairParams,
     StatusParams,
     StoreParams,
+    UniteParams,
     VerifyParams,
 )
 
@@ -133,3 +135,11 @@ def store_export_sample(params: ExportSampleParams) -> str:
     dataset = _open(params)
     dataset.root.put(params.key, keeping.export_sample(dataset, params.index))
     return f"{dataset.root.url}/{params.key}"
+
+
+@_flow("unite")
+def store_unite(params: UniteParams) -> str:
+    """Makes one of several stores, by naming them; returns the path that the train flow takes as `hidden`."""
+    root = Storage.from_url(params.root)
+    root.preflight()
+    return unite(root, params.name, params.stores).path

@@ -1,4 +1,4 @@
-"""`dflash store`: plan, status, verify, repair, gc, export-sample of a hidden-state store."""
+"""`dflash store`: plan, status, verify, repair, gc, export-sample of a hidden-state store; unite several."""
 
 from __future__ import annotations
 
@@ -166,6 +166,21 @@ def export_sample(
     data = export(_open(root, store), index)
     out.write_bytes(data)
     console.print(f"wrote {out}, {len(data):,} bytes")
+
+
+@app.command()
+def unite(
+    stores: Annotated[list[str], typer.Argument(metavar="STORE STORE ...")],
+    name: Annotated[str, typer.Option(help="It becomes hidden/NAME-<fingerprint>.")] = "all",
+    root: Root = "data",
+) -> None:
+    """One path for several complete stores of a target: training reads them as one; nothing is copied."""
+    from dflash_core import union
+    from dflash_core.storage import Storage
+
+    dataset = union.unite(Storage.from_url(root), name, stores)
+    facts = dataset.facts
+    console.print(f"{dataset.path}: {facts['num_packs']:,} packs, {facts['num_samples']:,} samples")
 
 
 def _findings(dataset: Dataset, level: str, sample: float) -> list[Any]:

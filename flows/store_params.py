@@ -77,6 +77,17 @@ class ExportSampleParams(StoreParams):
     """Where to put it, under the root."""
 
 
+class UniteParams(Config):
+    """Several stores that training reads as one."""
+
+    root: str = "data"
+    """Where all data lives: a folder, or s3://bucket/prefix."""
+    stores: list[str] = Field(default=[])
+    """Paths of complete stores of one target under the root, such as hidden/demo-0123456789ab."""
+    name: str = "all"
+    """What the union is called; it becomes hidden/<name>-<fingerprint>."""
+
+
 FLOWS: dict[str, type[Config]] = {
     "store_plan": PlanParams,
     "store_status": StatusParams,
@@ -84,4 +95,5 @@ FLOWS: dict[str, type[Config]] = {
     "store_repair": RepairParams,
     "store_gc": GcParams,
     "store_export_sample": ExportSampleParams,
+    "store_unite": UniteParams,
 }

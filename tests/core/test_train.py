@@ -1,5 +1,6 @@
 """The loop: accumulation, resume to the bit, refusals, and a drafter that learns."""
 
+import dataclasses
 import itertools
 import types
 
@@ -17,7 +18,7 @@ from dflash_core.checkpoint import (
 from dflash_core.config import DrafterConfig, ExportConfig, ExtractConfig, Runtime, TrainConfig
 from dflash_core.data import packs_of_step
 from dflash_core.errors import DFlashError, IncompleteError, InputError, MismatchError
-from dflash_core.hidden_states import create_store, pack_unit, write_pack
+from dflash_core.hidden_states import HiddenStates, create_store, pack_unit, write_pack
 from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
@@ -37,6 +38,7 @@ from dflash_core.train import (
     units,
 )
 from dflash_core.training_log import flat_numbers
+from dflash_core.union import unite
 from tests import targets
 from tests.core.test_model import run_drafter
 from tests.drafters import make_blocks, make_pack, random_taps, tiny_drafter, tiny_shape
@@ -468,6 +470,27 @@ def test_a_run_commits_the_untrained_each_interval_and_the_end(root, target):
         packs_of_step(CONFIG.seed, step, 2, 3) for step in range(5)
     ]
     assert manifest["facts"]["loss"] == pytest.approx(np.mean([entry["loss"] for entry in entries]))
+
+
+def test_several_stores_train_as_one(root, target):
+    stores = [make_hidden(root, target), make_hidden(root, target, silent=1)]
+    union = unite(root, "both", [store.path for store in stores])
+    dataset = train(root, union, target)
+    entries = read_metrics(dataset)
+    assert [entry["packs"] for entry in entries] == [
+        packs_of_step(CONFIG.seed, step, 2, 6) for step in range(5)
+    ]
+    assert seal(dataset, union)["facts"]["contract"]["target_layer_ids"] == TAPS
+    assert dataset.request["inputs"] == {"hidden": union.fingerprint}
+    # Its first step by hand, from the stores themselves.
+    first, again = load_drafter(dataset, 0)[0], []
+    for index in packs_of_step(CONFIG.seed, 0, 2, 6):
+        store, own = divmod(index, 3)
+        path = sorted(part.path for part in stores)[store]
+        pack, hidden = HiddenStates.open(Dataset.open(root, path)).read_pack(own)
+        again.append((dataclasses.replace(pack, index=index), hidden))
+    trainer = Trainer(first, *load_embedding_and_head(target), CONFIG)
+    assert trainer.train_step(iter(again))["loss"] == entries[0]["loss"]
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])

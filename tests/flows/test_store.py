@@ -8,7 +8,9 @@ import pytest
 from safetensors.torch import load
 
 from dflash_core.errors import CorruptError
+from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
+from dflash_core.union import open_states
 from tests.stores import PACKS, missing_packs, plan_store, states_of, write_packs
 
 
@@ -57,6 +59,20 @@ def test_commands_find_repair_and_export(stored, tmp_path, capsys):
     assert run(capsys, "export-sample", stored.path, "0", str(out), "--root", str(tmp_path))[0] == 0
     hidden = load(out.read_bytes())["hidden"]
     assert (states_of(0)[: len(hidden)] == hidden).all()
+
+
+def test_a_command_unites_stores(tmp_path, capsys):
+    root = Storage.from_url(str(tmp_path))
+    paths = []
+    for name in ("first", "second"):
+        dataset = plan_store(root, name)
+        write_packs(dataset, list(range(PACKS)))
+        dataset.seal(dataset.committed(), {})
+        paths.append(dataset.path)
+    status, text = run(capsys, "unite", *paths, "--name", "both", "--root", str(tmp_path))
+    assert (status, f"{2 * PACKS} packs" in text) == (0, True)
+    union = text.split(":")[0]
+    assert open_states(Dataset.open(root, union)).num_packs == 2 * PACKS
 
 
 @pytest.mark.server
