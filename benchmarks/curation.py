@@ -47,21 +47,20 @@ def main() -> None:
         compare_signatures()
         return
     with tempfile.TemporaryDirectory() as folder:
-        data = arguments.data or Path(folder) / "data"
+        data = Path(folder) / "data"
         sources = write_sources(data, arguments.rows)
         curate(Path(folder), data, sources, arguments.processes, arguments.plain)
 
 
 def write_sources(folder: Path, num_rows: int) -> list[SourceConfig]:
-    """The three sources in a folder, written unless they are there."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """The three sources, written into a new folder."""
+    folder.mkdir()
     (folder / "exam.jsonl").write_text(json.dumps({"prompt": PROMPT}))
     sources = []
     for name, share in SHARES.items():
-        path = folder / f"{name}-{num_rows}.jsonl"
-        if not path.exists():
-            with path.open("w") as file:
-                file.writelines(f"{line}\n" for line in rows(name, int(num_rows * share)))
+        path = folder / f"{name}.jsonl"
+        with path.open("w") as file:
+            file.writelines(f"{line}\n" for line in rows(name, int(num_rows * share)))
         sources.append(SourceConfig(name=name, reader=READERS[name], path=str(path)))
         print(f"{name}: {path.stat().st_size / 1e6:,.0f} MB of JSON lines")
     return sources
