@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import pass_context
+from jinja2 import meta, pass_context
 
 from dflash_core.errors import InputError
 
@@ -46,11 +47,22 @@ class Chat:
             can be encoded apart.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, thinking: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        thinking: bool,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         """Probes the template.
 
+        Args:
+            tokenizer: the target's.
+            thinking: the mode, where the template has a switch.
+            options: the target's `template_options`.
+
         Raises:
-            InputError: there is no template, no fast tokenizer, or no token that ends a turn.
+            InputError: there is no template, no fast tokenizer, or no token that ends a turn; or see
+                `require_options`.
         """
         template = tokenizer.chat_template
         if not template:
@@ -63,6 +75,7 @@ class Chat:
                 f"the tokenizer of {tokenizer.name_or_path!r} is not a fast one, so it cannot say which "
                 "characters a token stands for; add a tokenizer.json"
             )
+        require_options(tokenizer, options or {})
         text = template if isinstance(template, str) else json.dumps(template)
         self.tokenizer = tokenizer
         self.counts: Counter[str] = Counter()
@@ -72,7 +85,9 @@ class Chat:
             lambda text: tuple(self._encode(text))
         )
         self.switchable = "enable_thinking" in text
-        self._options = {"enable_thinking": thinking} if self.switchable else {}
+        self._options = dict(options or {})
+        if self.switchable:
+            self._options["enable_thinking"] = thinking
         self._drop_reasoning = self.switchable and not thinking
         self.separators = set(tokenizer.get_added_vocab().values())
         self.after_answer = self._find_after_answer()
@@ -258,6 +273,36 @@ class Chat:
             f"the chat template of {self.tokenizer.name_or_path!r} prints {self.after_answer!r} after an "
             "answer, which holds no special token that could end it; correct the template"
         )
+
+
+def require_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
+    """Checks that the tokenizer's chat template has a use for each option, and that it is free to be set.
+
+    Raises:
+        InputError: the template does not read it, or the stages set it themselves.
+    """
+    if not options:
+        return
+    template = tokenizer.chat_template or ""
+    texts = [template] if isinstance(template, str) else template.values()
+    read: set[str] = set()
+    for text in texts:
+        environment = _compiled(text).environment
+        read |= meta.find_undeclared_variables(environment.parse(text))
+    taken = {"messages", "enable_thinking", *tokenizer.special_tokens_map}
+    taken |= set(inspect.signature(tokenizer.apply_chat_template).parameters)
+    for name in options:
+        if name in taken:
+            raise InputError(
+                f"target.template_options sets {name!r}, which is set from what is printed, or by the options named "
+                "`thinking`; leave it out"
+            )
+        if name not in read:
+            known = ", ".join(sorted(read - taken)) or "none"
+            raise InputError(
+                f"target.template_options sets {name!r}, which the chat template of {tokenizer.name_or_path!r} does "
+                f"not read; variables that it reads: {known}"
+            )
 
 
 @contextlib.contextmanager

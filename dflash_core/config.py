@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 
 class Config(BaseModel):
@@ -29,6 +29,12 @@ class TargetConfig(Config):
     """Type the target computes in; `extract.dtype` is the type that hidden states are stored in."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint. Off unless you have read that code."""
+    template_options: dict[str, JsonValue] = {}
+    """Further variables of the chat template, as the target is served with them, such as {reasoning_effort: high}.
+    Part of what the target is: whatever was made with others is refused."""
+
+    def __hash__(self) -> int:  # pydantic's own cannot hash a dict
+        return hash(self.model_dump_json())
 
 
 class SourceConfig(Config):

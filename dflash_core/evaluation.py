@@ -274,7 +274,8 @@ class _Decoder:
         model = load_causal_lm(target, device)
         require_fast_kernels(model, device, runtime.slow_kernels)
         tokenizer = load_tokenizer(target)
-        chats = {thinking: Chat(tokenizer, thinking) for thinking in set(config.thinking)}
+        options = target.template_options
+        chats = {mode: Chat(tokenizer, mode, options) for mode in set(config.thinking)}
         ends = stop_ids(model, chats[config.thinking[0]])
 
         def ready(drafter: Drafter) -> Drafter:

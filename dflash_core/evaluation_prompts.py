@@ -48,7 +48,8 @@ def choose_prompts(corpus: Dataset, target: TargetConfig, config: EvaluateConfig
     from dflash_core.target import load_tokenizer, text_config
 
     tokenizer = load_tokenizer(target)
-    chats = {thinking: Chat(tokenizer, thinking) for thinking in dict.fromkeys(config.thinking)}
+    options, modes = target.template_options, dict.fromkeys(config.thinking)
+    chats = {thinking: Chat(tokenizer, thinking, options) for thinking in modes}
     chat = next(iter(chats.values()))
     if len(chats) > 1 and not chat.switchable:
         raise InputError(

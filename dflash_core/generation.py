@@ -51,7 +51,8 @@ class LocalAnswerer:
             )
         device = resolve_device(runtime.device)
         tokenizer = load_tokenizer(target)
-        self.chats = {mode: Chat(tokenizer, mode) for mode in (False, True)}
+        options = target.template_options
+        self.chats = {mode: Chat(tokenizer, mode, options) for mode in (False, True)}
         self.model = load_causal_lm(target, device)
         require_fast_kernels(self.model, device, runtime.slow_kernels)
         self.config = config

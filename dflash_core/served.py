@@ -82,7 +82,8 @@ class ServedAnswerer:
             InputError: an address is no http address, or the variable of the API key is not set.
         """
         tokenizer = load_tokenizer(target)
-        self._chats = {mode: Chat(tokenizer, mode) for mode in (False, True)}
+        self._options = target.template_options
+        self._chats = {mode: Chat(tokenizer, mode, self._options) for mode in (False, True)}
         self._config, self._endpoints = config, endpoints
         slots = endpoints.requests_per_url
         self._servers = [_Server(base_url(url), asyncio.Semaphore(slots)) for url in endpoints.urls]
@@ -166,8 +167,13 @@ class ServedAnswerer:
         for name in ("top_k", "min_p", "presence_penalty"):
             if value := getattr(config, name):
                 body[name] = value
+        options = dict(self._options)
+        if "reasoning_effort" in options:  # servers of gpt-oss print its template without kwargs
+            body["reasoning_effort"] = options["reasoning_effort"]
         if chat.switchable:
-            body["chat_template_kwargs"] = {"enable_thinking": prompt.thinking}
+            options["enable_thinking"] = prompt.thinking
+        if options:
+            body["chat_template_kwargs"] = options
         return body
 
     # --- sending -------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from dflash_core.chat import require_options
 from dflash_core.config import TargetConfig
 from dflash_core.errors import InputError
 from dflash_core.layer_split import device_map
@@ -66,6 +67,7 @@ class TargetIdentity:
     config_hash: str
     tokenizer_hash: str
     template_hash: str
+    """Of the template; the options that it is printed with, if any, stand behind it as they are."""
     trust_remote_code: bool
 
     def contract(self) -> dict[str, str]:
@@ -86,7 +88,7 @@ def identify(target: TargetConfig, *, require_template: bool = False) -> TargetI
 
     Raises:
         InputError: unknown id or folder, unreachable hub, no config.json or tokenizer, token ids without
-            an embedding row, or no chat template when `require_template` is set.
+            an embedding row, no chat template when `require_template` is set, or options that it does not read.
     """
     identity = _identify(target, _state_of_files(target))
     if require_template and not identity.template_hash:
@@ -111,6 +113,8 @@ def _identify(target: TargetConfig, state: tuple) -> TargetIdentity:
     config_hash = sha256(canonical_json(json.loads(config.read_text())))[:16]
     tokenizer_hash = _tokenizer_hash(target)
     template_hash = sha256(template)[:16] if template else ""
+    options = target.template_options
+    require_options(tokenizer, options)
     revision = _commit(target)
     if revision is None:
         weights = _weights_hash(sorted(Path(target.id).expanduser().glob("*.safetensors")))
@@ -121,7 +125,7 @@ def _identify(target: TargetConfig, state: tuple) -> TargetIdentity:
         revision=revision,
         config_hash=config_hash,
         tokenizer_hash=tokenizer_hash,
-        template_hash=template_hash,
+        template_hash=template_hash + (f" with {canonical_json(options)}" if options else ""),
         trust_remote_code=target.trust_remote_code,
     )
 

@@ -64,7 +64,7 @@ def plan(
     """
     corpus.require_stage(CORPORA)
     identity = identify(target, require_template=True)
-    chat = Chat(load_tokenizer(target), config.thinking)
+    chat = Chat(load_tokenizer(target), config.thinking, target.template_options)
     answered = corpus.facts.get("thinking", config.thinking)
     if chat.switchable and answered != config.thinking:
         raise MismatchError(
@@ -238,14 +238,16 @@ class _Chats:
     def __init__(self, target: TargetConfig, thinking: bool) -> None:
         self.target, self._thinking = target, thinking
         self._tokenizer = load_tokenizer(target)
-        self._by_mode = {thinking: Chat(self._tokenizer, thinking)}
-        self.any = self._by_mode[thinking]
+        self._by_mode: dict[bool, Chat] = {}
+        self.any = self._in_mode(thinking)
 
     def of(self, row: Row) -> Chat:
         """In the mode that the row was answered in, or that of the configuration where it does not say."""
-        mode = row.metadata.get("asked_to_think", self._thinking)
+        return self._in_mode(row.metadata.get("asked_to_think", self._thinking))
+
+    def _in_mode(self, mode: bool) -> Chat:
         if mode not in self._by_mode:
-            self._by_mode[mode] = Chat(self._tokenizer, mode)
+            self._by_mode[mode] = Chat(self._tokenizer, mode, self.target.template_options)
         return self._by_mode[mode]
 
     def take_counts(self) -> Counter[str]:

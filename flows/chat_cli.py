@@ -5,6 +5,7 @@ Drafts that the target accepted are coloured; below the text the acceptance leng
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -42,6 +43,14 @@ Tree = Annotated[
     int, typer.Option(min=0, help="Drafts of a step in all branches of a tree; 0 for a chain.")
 ]
 Thinking = Annotated[bool, typer.Option(help="Let the target think before it answers.")]
+TemplateOptions = Annotated[
+    list[str],
+    typer.Option(
+        "--template-option",
+        metavar="NAME=VALUE",
+        help="One of target.template_options; a JSON value, or text.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of sampled answers.")]
 Device = Annotated[str, typer.Option(help="cuda, cpu, or auto for a GPU when there is one.")]
 
@@ -62,11 +71,12 @@ def generate(
     top_p: TopP = 1.0,
     tree: Tree = 0,
     thinking: Thinking = False,
+    template_options: TemplateOptions = [],  # noqa: B006 - typer copies it
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
     """Answers one prompt with target and drafter."""
-    session = Session(drafter, target, root, thinking=thinking, device=device)
+    session = Session(drafter, target, root, template_options, thinking=thinking, device=device)
     text = typer.get_text_stream("stdin").read() if prompt == "-" else prompt
     decoding = session.decoding(max_new_tokens, temperature, top_p, tree)
     steps = session.steps([{"role": "user", "content": text}], decoding, seed)
@@ -82,11 +92,12 @@ def chat(
     top_p: TopP = 1.0,
     tree: Tree = 0,
     thinking: Thinking = False,
+    template_options: TemplateOptions = [],  # noqa: B006 - typer copies it
     seed: Seed = 0,
     device: Device = "auto",
 ) -> None:
     """A conversation with target and drafter; an empty line or Ctrl-D ends it."""
-    session = Session(drafter, target, root, thinking=thinking, device=device)
+    session = Session(drafter, target, root, template_options, thinking=thinking, device=device)
     decoding = session.decoding(max_new_tokens, temperature, top_p, tree)
     messages: list[dict] = []
     while question := _ask():
@@ -107,7 +118,14 @@ class Session:
     """Target and drafter, loaded."""
 
     def __init__(
-        self, drafter: str, target: str, root: str, *, thinking: bool, device: str
+        self,
+        drafter: str,
+        target: str,
+        root: str,
+        template_options: list[str],
+        *,
+        thinking: bool,
+        device: str,
     ) -> None:
         """
         Raises:
@@ -120,10 +138,10 @@ class Session:
 
         where = resolve_device(device)
         dtype = "float32" if where.type == "cpu" else "bfloat16"
-        config = TargetConfig(id=target, dtype=dtype)
+        config = TargetConfig(id=target, dtype=dtype, template_options=_options(template_options))
         with console.status("loading"):
             found = load_drafter(drafter, root, config)
-            self.chat = Chat(load_tokenizer(config), thinking)
+            self.chat = Chat(load_tokenizer(config), thinking, config.template_options)
             self.model: Any = load_causal_lm(config, where)
             self.drafter = found.build().to(where, self.model.dtype).requires_grad_(False)
             self.embedding = self.model.get_input_embeddings().weight
@@ -160,6 +178,17 @@ class Session:
             [seed],
             self.token_ids,
         )
+
+
+def _options(texts: list[str]) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
 
 
 def load_drafter(path: str, root: str, target: TargetConfig) -> ImportedDrafter:

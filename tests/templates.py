@@ -147,7 +147,7 @@ GEMMA3 = Family(
 """Another name for the assistant, the system message inside the first user message, strict alternation."""
 
 GPT_OSS = Family(
-    "{{- '<|start|>system<|message|>reasoning: medium<|end|>' }}"
+    "{{- '<|start|>system<|message|>reasoning: ' + (reasoning_effort or 'medium') + '<|end|>' }}"
     "{%- set rest = messages[1:] if messages[0].role == 'system' else messages %}"
     "{%- if tools or messages[0].role == 'system' %}{{- '<|start|>developer<|message|>' }}"
     "{%- if messages[0].role == 'system' %}{{- messages[0].content }}{% endif %}"

@@ -90,7 +90,7 @@ def plan(
     if not available:
         raise InputError(f"{corpus.path} has no training rows to answer; curate more sources")
     identity = identify(target, require_template=True)
-    chat = Chat(load_tokenizer(target), config.thinking)
+    chat = Chat(load_tokenizer(target), config.thinking, target.template_options)
     if config.thinking and config.thinking_share < 1 and not chat.switchable:
         raise InputError(
             f"thinking_share is {config.thinking_share}, but the chat template of {target.id!r} has no thinking "

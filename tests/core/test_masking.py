@@ -19,6 +19,11 @@ from tests.chats import REWRITING, STABLE, assistant, user
 from tests.templates import FAMILIES
 
 MODES = [(name, thinking) for name in FAMILIES for thinking in (False, True)]
+OPTIONS = {
+    "qwen3.5": {"preserve_thinking": True},
+    "llama3": {"date_string": "1 May 2031"},
+    "gpt-oss": {"reasoning_effort": "high"},
+}
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in ("look_up", "add")
@@ -26,9 +31,9 @@ TOOLS = [
 
 
 @functools.cache
-def chat_of(name, thinking=False):
-    family = FAMILIES[name]
-    return Chat(chats.tokenizer(family.template, family.markers, family.eos), thinking)
+def chat_of(name, thinking=False, with_options=False):
+    family, options = FAMILIES[name], OPTIONS[name] if with_options else {}
+    return Chat(chats.tokenizer(family.template, family.markers, family.eos), thinking, options)
 
 
 def row_of(messages, tools=None, **metadata):
@@ -133,9 +138,12 @@ def _with_reasoning(draw, message):
     return message
 
 
-@pytest.mark.parametrize(("name", "thinking"), MODES)
-def test_any_conversation_is_masked_as_it_was_served(name, thinking):
-    chat = chat_of(name, thinking)
+@pytest.mark.parametrize(
+    ("name", "thinking", "with_options"),
+    [*((*mode, False) for mode in MODES), *((name, True, True) for name in OPTIONS)],
+)
+def test_any_conversation_is_masked_as_it_was_served(name, thinking, with_options):
+    chat = chat_of(name, thinking, with_options)
 
     @settings(max_examples=25, deadline=None)
     @given(conversations(calls=FAMILIES[name].calls))
@@ -152,11 +160,17 @@ def test_any_conversation_is_masked_as_it_was_served(name, thinking):
     check()
 
 
-@pytest.mark.parametrize(("name", "thinking"), MODES)
-def test_parts_of_a_conversation_are_printed_as_transformers_alone_would(name, thinking):
-    chat = chat_of(name, thinking)
+@pytest.mark.parametrize(
+    ("name", "thinking", "with_options"),
+    [*((*mode, False) for mode in MODES), *((name, True, True) for name in OPTIONS)],
+)
+def test_parts_of_a_conversation_are_printed_as_transformers_alone_would(
+    name, thinking, with_options
+):
+    chat = chat_of(name, thinking, with_options)
     untouched = _cached_compile_jinja_template(chat.tokenizer.chat_template)
     switch = {"enable_thinking": thinking} if chat.switchable else {}
+    switch |= OPTIONS[name] if with_options else {}
 
     @settings(max_examples=15, deadline=None)
     @given(conversations(calls=FAMILIES[name].calls), st.booleans())
@@ -292,6 +306,20 @@ def test_a_long_run_of_calls_is_one_text_even_where_history_is_rewritten():
     assert chat.counts["renders"] <= 3 * 31 + 1
     assert chat.counts["encoded_tokens"] <= 1.15 * len(sample.input_ids)
     assert spans(chat, row) == as_served(chat, row)
+
+
+def test_where_reasoning_is_preserved_a_conversation_is_one_text():
+    row = row_of(
+        [
+            user("a"),
+            assistant("b", reasoning_content="hm"),
+            user("c"),
+            assistant("d", reasoning_content="so"),
+        ]
+    )
+    assert len(renderings(chat_of("qwen3.5", True), row)[0]) == 2
+    [rendering] = renderings(chat_of("qwen3.5", True, with_options=True), row)[0]
+    assert len(rendering.turns) == 2
 
 
 # --- habits of families that would go wrong silently ---------------------------------------------

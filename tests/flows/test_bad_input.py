@@ -93,6 +93,11 @@ def test_tokenizer_without_chat_template(refused, tmp_path):
     assert "chat template" in refused(target={"id": plain.id})
 
 
+def test_an_option_that_the_chat_template_does_not_read(refused):
+    assert "reads: none" in refused(target={"template_options": {"reasoning_effort": "high"}})
+    assert "'tools', which is set" in refused(target={"template_options": {"tools": []}})
+
+
 def test_vocabulary_mismatch(refused, tmp_path):
     small = targets.qwen3(tmp_path / "small", vocab_size=100, pad_token_id=None, eos_token_id=None)
     assert "100 rows" in refused(target={"id": small.id})

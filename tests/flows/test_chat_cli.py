@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +83,19 @@ def test_samples_follow_the_seed(root, target, capsys):
         out = run_command(capsys, "generate", run.path, "Hello", *options(root, target), *sampled)
         texts.append(out.rpartition(" tokens · ")[0])
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_template_options_are_those_of_the_run(root, capsys, tmp_path_factory):
+    made = targets.qwen3_5_text(tmp_path_factory.mktemp("optional"))
+    template = load_tokenizer(made).chat_template
+    (Path(made.id) / "chat_template.jinja").write_text("{{ effort or 1 }}" + template)
+    target = made.model_copy(update={"template_options": {"effort": 3}})
+    run = sealed_run(Storage.from_url(root), target)
+    command = ["generate", run.path, "Hello", *options(root, target)]
+    with pytest.raises(SystemExit):
+        main(command)
+    assert 'with {"effort":3}' in capsys.readouterr().err
+    assert "12 tokens" in run_command(capsys, *command, "--template-option", "effort=3")
 
 
 def test_a_run_of_another_target_and_a_missing_drafter_are_refused(
