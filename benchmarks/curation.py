@@ -72,7 +72,7 @@ def curate(
     """Curates the sources unit by unit, and prints what each took."""
     deep = {"near_duplicates": 0.8, "decontaminate": [str(data / "exam.jsonl")]}
     config = CurateConfig(sources=sources, **({} if plain else deep))
-    began = time.monotonic()
+    began, written_s = time.monotonic(), _processor_s()
     dataset = curation.plan(Storage.from_url(str(folder / "root")), "benchmark", config)
     print(f"plan: {time.monotonic() - began:.1f} s")
     for unit in curation.units(dataset):
@@ -86,9 +86,16 @@ def curate(
         print(name, {**shown, "rejected": counts["rejected"]})
     num_rows = sum(counts["rows_in"] for counts in facts["sources"].values())
     print(f"{num_rows:,} rows in {seconds:.1f} s: {num_rows / seconds:,.0f} rows/s")
+    print(f"processors: {_processor_s() - written_s:.0f} s in all processes together")
     print(
         f"peak memory: {_peak(resource.RUSAGE_SELF):.2f} GB, {_peak(resource.RUSAGE_CHILDREN):.2f} GB in the largest child"
     )
+
+
+def _processor_s() -> float:
+    """What this process and its ended children have used; tells more than the clock on a shared machine."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def _peak(who: int) -> float:

@@ -74,6 +74,16 @@ def renderings(chat: Chat, row: Row) -> tuple[list[Rendering], int]:
     return found, unsupervised
 
 
+def reasoning_left_out(row: Row, found: list[Rendering]) -> int:
+    """Turns whose recorded reasoning is not in the text that they are learned from."""
+    return sum(
+        (row.messages[turn.place].get("reasoning_content") or "").strip()
+        not in text[turn.begin : turn.end]
+        for text, turns in found
+        for turn in turns
+    )
+
+
 def _cut_turn(chat: Chat, row: Row, turn: Turn) -> Turn:
     """The turn of an answer that the target did not end; regeneration noted how much it wrote."""
     written = row.metadata.get("written_characters")

@@ -18,7 +18,7 @@ import json
 import logging
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -31,7 +31,14 @@ from dflash_core.config import TargetConfig, TokenizeConfig
 from dflash_core.corpus.rows import CORPORA, Row, num_rows, read_rows
 from dflash_core.errors import CorruptError, InputError, MismatchError
 from dflash_core.manifest import Dataset, sha256
-from dflash_core.masking import Rendering, Sample, renderings, samples_of, survives
+from dflash_core.masking import (
+    Rendering,
+    Sample,
+    reasoning_left_out,
+    renderings,
+    samples_of,
+    survives,
+)
 from dflash_core.packing import Pack, plan_packs
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
@@ -165,9 +172,12 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
     records = dataset.records(every)
     counts: Counter[str] = Counter()
     rejected: Counter[str] = Counter()
+    sources: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for record in records.values():
         counts.update(record["counts"])
         rejected.update(record["rejected"])
+        for name, of_source in record["sources"].items():
+            sources[name].update(of_source)
     _check_supervision(counts, rejected)
     parts = [_read_part(dataset, records[unit]["part"]) for unit in every if records[unit]["part"]]
     lengths, input_ids, loss_mask = (np.concatenate(column) for column in zip(*parts, strict=True))
@@ -183,9 +193,11 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         "rows_in": counts["rows"],
         "rows_kept": counts["rows"] - rejected.total(),
         "rejected": dict(rejected),
+        "sources": {name: dict(sources[name]) for name in sorted(sources)},
         "cut": counts["cut"],
         "history_rewritten": counts["history_rewritten"],
         "unsupervised_turns": counts["unsupervised_turns"],
+        "reasoning_left_out": counts["reasoning_left_out"],
         "dropped_samples": counts["dropped_samples"],
         "renders_per_row": counts["renders"] / counts["rows"],
         "encoded_per_printed_token": counts["encoded_tokens"] / max(counts["printed_tokens"], 1),
@@ -201,6 +213,23 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
     }
     _write_zarr(dataset.storage, arrays, facts)
     return dataset.seal(every, facts)
+
+
+def source_table(dataset: Dataset) -> list[dict]:
+    """One line for each source of the corpus, for people."""
+    return [
+        {
+            "source": name,
+            "rows": counts["rows"],
+            "rejected": counts.get("rejected", 0),
+            "samples": counts.get("samples", 0),
+            "tokens": counts.get("tokens", 0),
+            "supervised share": round(
+                counts.get("supervised", 0) / max(counts.get("tokens", 0), 1), 3
+            ),
+        }
+        for name, counts in dataset.facts["sources"].items()
+    ]
 
 
 def units(dataset: Dataset, corpus: Dataset) -> list[str]:
@@ -264,6 +293,7 @@ class _Part:
 
     def __init__(self, config: TokenizeConfig) -> None:
         self.counts: Counter[str] = Counter()
+        self.sources: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.rejects: list[dict] = []
         self.row_ids: list[str] = []
         self.input_ids: list[np.ndarray] = []
@@ -272,6 +302,7 @@ class _Part:
 
     def reject(self, row: Row, reason: str, detail: str = "") -> None:
         self.rejects.append({"id": row.id, "reason": reason, "detail": detail})
+        self.sources[row.source]["rejected"] += 1
 
     def add(self, row: Row, samples: list[Sample]) -> None:
         """Keeps the samples that fit; a row without any is rejected."""
@@ -301,6 +332,7 @@ class _Part:
         self.input_ids.append(ids)
         self.loss_mask.append(mask)
         self.counts.update(tokens=len(ids), supervised=supervised, cut=int(longer))
+        self.sources[row.source].update(samples=1, tokens=len(ids), supervised=supervised)
         return ""
 
 
@@ -310,6 +342,7 @@ def _tokenize(chats: _Chats, rows: list[Row], config: TokenizeConfig) -> _Part:
     planned: list[tuple[Row, list[Rendering]]] = []
     for row in rows:
         part.counts["rows"] += 1
+        part.sources[row.source]["rows"] += 1
         if tokens := row.metadata.get("tokens"):
             _add_given(part, row, tokens, len(chats.any.tokenizer))
             continue
@@ -320,6 +353,7 @@ def _tokenize(chats: _Chats, rows: list[Row], config: TokenizeConfig) -> _Part:
             continue
         part.counts["unsupervised_turns"] += unsupervised
         part.counts["history_rewritten"] += len(found) > 1
+        part.counts["reasoning_left_out"] += reasoning_left_out(row, found)
         if found:
             planned.append((row, found))
         else:
@@ -364,6 +398,7 @@ def _write_part(dataset: Dataset, unit: str, part: _Part) -> dict:
         "part": None,
         "rejects": "",
         "counts": {name: int(count) for name, count in part.counts.items()},
+        "sources": {name: dict(counts) for name, counts in part.sources.items()},
         "rejected": dict(Counter(reject["reason"] for reject in part.rejects)),
     }
     if part.row_ids:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from prefect.artifacts import create_table_artifact
+
 from dflash_core import tokenization
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
@@ -33,6 +35,8 @@ def tokenize(params: TokenizeParams) -> StageResult:
         missing = tokenization.missing(dataset, corpus)
         stage.run(tokenize_parts, params, units, missing, span=PARTS_PER_TASK)
         tokenization.seal(dataset, corpus)
+        sources = tokenization.source_table(dataset)
+        create_table_artifact(sources, key="tokenize-sources", description=dataset.url)
     return stage.publish()
 
 

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -352,6 +354,23 @@ def test_a_row_that_came_tokenized_is_taken_as_it_came(root, tmp_path):
     ]
     assert given in found
     assert facts["rejected"] == {"token is not in the vocabulary": 1}
+
+
+def test_tokens_are_counted_for_each_source(root, tmp_path):
+    rows = [replace(row, source=f"s{i % 2}") for i, row in enumerate(conversations(9))]
+    rows.append(replace(row_of(user("only asked"), prompt_only=True), source="s2"))
+    facts, dataset = run(root, rows, chats.target(tmp_path / "target", REWRITING))
+    chat = Chat(chats.tokenizer(REWRITING), thinking=False)
+    for place in range(2):
+        made = [it for row in rows[:9] if row.source == f"s{place}" for it in samples(chat, row)]
+        assert facts["sources"][f"s{place}"] == {
+            "rows": 5 - place,
+            "samples": len(made),
+            "tokens": sum(len(it.input_ids) for it in made),
+            "supervised": sum(b - a for it in made for a, b in it.spans),
+        }
+    assert facts["sources"]["s2"] == {"rows": 1, "rejected": 1}
+    assert [line["tokens"] for line in tokenization.source_table(dataset)][2] == 0
 
 
 def test_work_is_counted_and_the_fill_of_the_packs_reported(root, tmp_path):
