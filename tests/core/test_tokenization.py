@@ -332,7 +332,8 @@ def test_rows_are_printed_in_the_mode_that_they_were_answered_in(root, tmp_path)
         row_of(user("c"), assistant("d", reasoning_content="hm"), asked_to_think=True),
         row_of(user("e"), assistant("f"), asked_to_think=False),
     ]
-    _, dataset = run(root, rows, target)
+    facts, dataset = run(root, rows, target)
+    assert facts["reasoning_left_out"] == 1  # that of the row which is printed without thinking
     tokens, chat = Tokens.open(dataset), Chat(chats.tokenizer(REWRITING), thinking=False)
     spoken = {chat.decode(ids[mask == 1].tolist()) for ids, mask in map(tokens.sample, range(3))}
     assert spoken == {"b<|im_end|>", "<think>\nhm\n</think>\n\nd<|im_end|>", "f<|im_end|>"}
