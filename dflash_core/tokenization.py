@@ -19,7 +19,7 @@ import logging
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any
@@ -159,7 +159,7 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
     """Plans the packs, writes the Zarr group and then the manifest.
 
     Writing again gives the same bytes, so a seal that was killed is simply repeated. Holds all tokens in
-    memory, twice, at 5 bytes each.
+    memory, at 5 bytes each.
 
     Raises:
         InputError: nothing, or everything, is supervised: the template does not fit the corpus.
@@ -180,7 +180,7 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
             sources[name].update(of_source)
     _check_supervision(counts, rejected)
     parts = [_read_part(dataset, records[unit]["part"]) for unit in every if records[unit]["part"]]
-    lengths, input_ids, loss_mask = (np.concatenate(column) for column in zip(*parts, strict=True))
+    lengths = np.concatenate([part_lengths for part_lengths, _, _ in parts])
     pack, row, num_packs = plan_packs(lengths, config.pack_tokens)
     order = np.lexsort((row, pack))
     facts = {
@@ -204,14 +204,12 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         "target": records[every[0]]["target"],  # any that has this tokenizer
         "contract": _contract(dataset),
     }
-    arrays = {
-        "input_ids": _gather(input_ids, lengths, order),
-        "loss_mask": _gather(loss_mask, lengths, order),
+    places = {
         "offset": np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64),
         "pack": pack[order],
         "row": row[order],
     }
-    _write_zarr(dataset.storage, arrays, facts)
+    _write_zarr(dataset.storage, parts, order, places, facts)
     return dataset.seal(every, facts)
 
 
@@ -437,28 +435,55 @@ def _read_part(dataset: Dataset, part: dict) -> tuple[np.ndarray, np.ndarray, np
 # --- Zarr --------------------------------------------------------------------------------------
 
 
-def _gather(values: np.ndarray, lengths: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """The samples of `values` [total_tokens], one behind the other in another order."""
-    ends = np.cumsum(lengths)
-    starts = ends - lengths
-    return np.concatenate([values[starts[i] : ends[i]] for i in order])
-
-
-def _write_zarr(storage: Storage, arrays: dict[str, np.ndarray], facts: dict) -> None:
+def _write_zarr(
+    storage: Storage,
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    order: np.ndarray,
+    places: dict[str, np.ndarray],
+    facts: dict,
+) -> None:
+    """Writes the samples of the parts (see `_read_part`) in another order, and where each lies."""
     import zarr
 
     # Mode "a" leaves everything else below the prefix alone; overwriting a group would delete it.
-    group = zarr.open_group(storage.zarr_store(), mode="a", zarr_format=3)
+    group: Any = zarr.open_group(storage.zarr_store(), mode="a", zarr_format=3)
     group.update_attributes({**facts["contract"], "pack_tokens": facts["pack_tokens"]})
-    for name, values in arrays.items():
-        array = group.require_array(
+
+    def array_of(name: str, length: int, dtype: Any) -> Any:
+        return group.require_array(
             name,
-            shape=values.shape,
-            dtype=values.dtype,
-            chunks=(min(_CHUNK, len(values)),),
-            shards=(_SHARD,) if len(values) > _CHUNK else None,
+            shape=(length,),
+            dtype=dtype,
+            chunks=(min(_CHUNK, length),),
+            shards=(_SHARD,) if length > _CHUNK else None,
         )
-        array[:] = values
+
+    for column, name in enumerate(("input_ids", "loss_mask"), 1):
+        array = array_of(name, facts["total_tokens"], parts[0][column].dtype)
+        samples = [
+            sample for part in parts for sample in np.split(part[column], np.cumsum(part[0])[:-1])
+        ]
+        start = 0
+        for block in _blocks(samples[i] for i in order):
+            array[start : start + len(block)] = block
+            start += len(block)
+    for name, values in places.items():
+        array_of(name, len(values), values.dtype)[:] = values
+
+
+def _blocks(samples: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The samples one behind the other, cut where objects begin."""
+    gathered: list[np.ndarray] = []
+    size = 0
+    for sample in samples:
+        gathered.append(sample)
+        size += len(sample)
+        if size >= _SHARD:
+            joined = np.concatenate(gathered)
+            whole = size - size % _SHARD
+            yield joined[:whole]
+            gathered, size = [joined[whole:]], size - whole
+    yield np.concatenate(gathered)
 
 
 class Tokens:

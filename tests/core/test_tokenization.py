@@ -437,6 +437,22 @@ def test_packs_hold_every_sample_once_and_read_back_as_they_were_made(root, tmp_
     assert tokens.contract["thinking"] is False
 
 
+def test_tokens_of_several_objects_are_those_of_one(root, tmp_path, monkeypatch):
+    target = chats.target(tmp_path / "target")
+    _, whole = run(root, conversations(30), target)
+    monkeypatch.setattr(tokenization, "_CHUNK", 16)
+    monkeypatch.setattr(tokenization, "_SHARD", 64)
+    _, cut = run(root.child("cut"), conversations(30), target)
+    assert sum("input_ids/c/" in info.key for info in cut.storage.list()) > 5
+    for one, other in zip(*(_arrays(dataset) for dataset in (whole, cut)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def _arrays(dataset):
+    tokens = Tokens.open(dataset)
+    return tokens._input_ids, tokens._loss_mask, tokens.offset, tokens.pack, tokens.row
+
+
 @pytest.mark.server
 def test_tokens_in_a_bucket_equal_those_in_a_folder(root, tmp_path, s3_url):
     target = chats.target(tmp_path / "target")
