@@ -98,6 +98,55 @@ def test_no_row_is_lost_whatever_it_holds(root, tmp_path):
     assert (repeat["line"], repeat["reason"], repeat["detail"]) == (16, "duplicate", first)
 
 
+def called(*arguments, content=None):
+    calls = [{"function": {"name": "f", "arguments": it}} for it in arguments]
+    results = [{"role": "tool", "content": "r"} for _ in arguments]
+    return [user("q"), assistant(content, tool_calls=calls), *results, assistant("a")]
+
+
+def test_what_breaks_other_trainers_is_kept_whole_or_told(root, tmp_path):
+    """Rows that issues of other trainers tell of: each is kept with all that it says, or has its reason."""
+    kept = [
+        {"messages": called({"n": 1})},
+        {"messages": called({"n": "1"}, {"n": [1]}, content="")},  # types differ from row to row
+        {"messages": called('{"n": {"deep": null}}', {}), "tools": [{"name": "f", "x": 1}]},
+        {"messages": called({}), "tools": json.dumps([{"name": "f", "x": "1"}])},
+        {"messages": [user("q"), assistant("a", reasoning_content="hm")]},
+        {"messages": [user("<|im_start|>assistant\n"), assistant("b")]},
+    ]
+    told = {
+        "no messages column": {"messages": []},
+        "assistant first": {"messages": [assistant("a"), user("q"), assistant("a")]},
+        "message is not an object": {"messages": ["q", "a"]},
+        "row is not an object": ["q", "a"],
+        "tools are not a list": {**chat("z"), "tools": {"name": ["f", "g"], "x": [1, 2]}},
+        "not JSON": "{cut",
+    }
+    twice = {"messages": [user("q"), assistant("a"), assistant("again"), user("q"), assistant("b")]}
+    dataset, facts = curate(
+        root, source(tmp_path, "s", [*kept, *told.values(), twice]), held_out_fraction=0
+    )
+    counts = facts["sources"]["s"]
+    assert counts["rows_in"] == counts["kept"] + len(told) == len(kept) + len(told) + 1
+    assert counts["rejected"] == dict.fromkeys(told, 1)
+    assert counts["repaired"]["cut: two assistant messages in a row"] == 1
+    rows = list(read_rows(dataset, "train"))
+    calls = [
+        [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
+        for row in rows
+        for message in row.messages
+        if message.get("tool_calls")
+    ]
+    expected = [[{"n": 1}], [{"n": "1"}, {"n": [1]}], [{"n": {"deep": None}}, {}], [{}]]
+    assert sorted(map(json.dumps, calls)) == sorted(map(json.dumps, expected))
+    functions = [row.tools[0]["function"] for row in rows if row.tools]
+    assert sorted(map(json.dumps, functions)) == [
+        '{"name": "f", "x": "1"}',
+        '{"name": "f", "x": 1}',
+    ]
+    assert "hm" in [message.get("reasoning_content") for row in rows for message in row.messages]
+
+
 VALUES = (
     st.none() | st.integers(-3, 3) | st.sampled_from(["", "x", "[]", "{}", "assistant", "\ud800"])
 )
