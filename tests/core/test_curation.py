@@ -115,7 +115,7 @@ def test_what_breaks_other_trainers_is_kept_whole_or_told(root, tmp_path):
         {"messages": [user("<|im_start|>assistant\n"), assistant("b")]},
     ]
     told = {
-        "no messages column": {"messages": []},
+        "no user message": {"messages": []},
         "assistant first": {"messages": [assistant("a"), user("q"), assistant("a")]},
         "message is not an object": {"messages": ["q", "a"]},
         "row is not an object": ["q", "a"],

@@ -9,7 +9,9 @@ from dflash_core.corpus.rows import Malformed
 
 
 def layout(record: dict) -> tuple[Any, Any, dict]:
-    messages = record.get("messages") or record.get("conversations")
+    messages = record.get("messages")
+    if messages is None:
+        messages = record.get("conversations")
     if messages is None:
         raise Malformed("no messages column", ", ".join(map(str, record)))
     return messages, record.get("tools") or record.get("functions"), files.metadata_of(record)
