@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import json
 from bisect import bisect_left
 from collections import Counter
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-_CALL = {"type": "function", "function": {"name": "probe_name", "arguments": '{"probe_key": 1}'}}
 # How templates want a call's arguments (as objects, or as text) and the content beside it (empty, or none).
 _CALL_FORMS = ((True, ""), (True, None), (False, ""), (False, None))
 # What a template gets for a message's key of that name is the method.
@@ -94,6 +94,8 @@ class Chat:
         self.end_of_turn = self._find_end_of_turn()
         self.after_turn, self.ends_of_turn = {self.after_answer}, {self.end_of_turn}
         self._call_form = next(filter(self._prints_calls, _CALL_FORMS), _CALL_FORMS[0])
+        cases = itertools.product((False, True), repeat=3)
+        self._calls_left_out = {case for case in cases if not self._prints_all_calls(*case)}
         self.counts.clear()
 
     def render(self, messages: list[dict], tools: list[dict] | None, *, prompt: bool) -> str:
@@ -133,6 +135,14 @@ class Chat:
         with _refusals():
             template = _compiled(self.tokenizer.get_chat_template(tools=given["tools"]))
             return template.render({**given, "messages": messages, "add_generation_prompt": prompt})
+
+    def leaves_out_calls(self, message: dict, tools: list[dict] | None) -> bool:
+        """Whether the template prints fewer calls than the message has, as templates do without a word.
+
+        Some print none, some only the first of several, some none beside text or without declarations.
+        """
+        many = len(message["tool_calls"]) > 1
+        return (bool(message["content"]), many, bool(tools)) in self._calls_left_out
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered text; the template has printed all special tokens already."""
@@ -233,7 +243,7 @@ class Chat:
     def _prints_calls(self, form: tuple[bool, str | None]) -> bool:
         """Whether the template prints a call in this form. Qwen3 fails on no content, DeepSeek V3 on objects."""
         self._call_form = form
-        called = [{"role": "user", "content": "x"}, _answer(None, tool_calls=[_CALL])]
+        called = [{"role": "user", "content": "x"}, _answer(None, tool_calls=[_call("probe_name")])]
         try:
             text = self.render(called, None, prompt=False)
         except Unrenderable:
@@ -246,6 +256,22 @@ class Chat:
             self.after_turn.add(text[offsets[last][0] :])
             self.ends_of_turn.add(ids[last])
         return True
+
+    def _prints_all_calls(self, content: bool, many: bool, declared: bool) -> bool:
+        """Whether a turn with one or two calls, with or without text and declared tools, shows each of them."""
+        names = ("probe_one", "probe_two")[: 1 + many]
+        tools = [
+            {"type": "function", "function": {"name": name, "description": "", "parameters": {}}}
+            for name in names
+        ]
+        question = {"role": "user", "content": "x"}
+        turns = [question, _answer("y" if content else None, tool_calls=list(map(_call, names)))]
+        try:
+            asked = self.render([question], tools if declared else None, prompt=True)
+            text = self.render(turns, tools if declared else None, prompt=False)
+        except Unrenderable:
+            return False
+        return all(text.count(name) > asked.count(name) for name in names)
 
     def _find_after_answer(self) -> str:
         question = {"role": "user", "content": "x"}
@@ -364,6 +390,10 @@ def _compiled(template: str) -> Any:
 
 def _answer(content: str | None, **more: Any) -> dict:
     return {"role": "assistant", "content": content, **more}
+
+
+def _call(name: str) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": '{"probe_key": 1}'}}
 
 
 def _with_object(call: dict) -> dict:

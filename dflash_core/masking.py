@@ -74,11 +74,10 @@ def renderings(chat: Chat, row: Row) -> tuple[list[Rendering], int]:
     return found, unsupervised
 
 
-def reasoning_left_out(row: Row, found: list[Rendering]) -> int:
-    """Turns whose recorded reasoning is not in the text that they are learned from."""
+def left_out(row: Row, found: list[Rendering], key: str) -> int:
+    """Turns of which the recorded `content` or `reasoning_content` is not in the text that they are learned from."""
     return sum(
-        (row.messages[turn.place].get("reasoning_content") or "").strip()
-        not in text[turn.begin : turn.end]
+        (row.messages[turn.place].get(key) or "").strip() not in text[turn.begin : turn.end]
         for text, turns in found
         for turn in turns
     )
@@ -204,10 +203,13 @@ class _Views:
         return self._texts[key]
 
     def _require_calls(self, place: int, printed: str) -> None:
-        calls = self.row.messages[place].get("tool_calls") or ()
-        for name, times in Counter(call["function"]["name"] for call in calls).items():
-            if printed.count(name) < times:
-                raise Unrenderable("tool calls are left out")
+        message = self.row.messages[place]
+        calls = message.get("tool_calls") or ()
+        times = Counter(call["function"]["name"] for call in calls)
+        # Names alone would not do: text and arguments may hold them, too.
+        left_out = bool(calls) and self._chat.leaves_out_calls(message, self.row.tools)
+        if left_out or any(printed.count(name) < count for name, count in times.items()):
+            raise Unrenderable("tool calls are left out")
 
 
 def _added(text: str, longer: str) -> str | None:

@@ -34,7 +34,7 @@ from dflash_core.manifest import Dataset, sha256
 from dflash_core.masking import (
     Rendering,
     Sample,
-    reasoning_left_out,
+    left_out,
     renderings,
     samples_of,
     survives,
@@ -198,6 +198,7 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         "history_rewritten": counts["history_rewritten"],
         "unsupervised_turns": counts["unsupervised_turns"],
         "reasoning_left_out": counts["reasoning_left_out"],
+        "content_left_out": counts["content_left_out"],
         "dropped_samples": counts["dropped_samples"],
         "renders_per_row": counts["renders"] / counts["rows"],
         "encoded_per_printed_token": counts["encoded_tokens"] / max(counts["printed_tokens"], 1),
@@ -351,7 +352,8 @@ def _tokenize(chats: _Chats, rows: list[Row], config: TokenizeConfig) -> _Part:
             continue
         part.counts["unsupervised_turns"] += unsupervised
         part.counts["history_rewritten"] += len(found) > 1
-        part.counts["reasoning_left_out"] += reasoning_left_out(row, found)
+        part.counts["reasoning_left_out"] += left_out(row, found, "reasoning_content")
+        part.counts["content_left_out"] += left_out(row, found, "content")
         if found:
             planned.append((row, found))
         else:

@@ -351,6 +351,27 @@ def test_a_call_that_the_template_leaves_out_rejects_the_row(name):
         renderings(chat_of(name), row)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "called"),
+    [
+        ("smollm2", "I add", [{}]),
+        ("gpt-oss", None, [{"then": "look_up"}, {}]),
+        ("llama3", None, [{"then": "look_up"}, {}]),
+    ],
+)
+def test_a_call_that_is_left_out_is_noticed_where_its_name_is_printed_for_other_reasons(
+    name, content, called
+):
+    names = ("add", "look_up")
+    calls = [
+        {"function": {"name": it, "arguments": json.dumps(arguments)}}
+        for it, arguments in zip(names, called, strict=False)
+    ]
+    row = row_of([user("a"), assistant(content, tool_calls=calls)], TOOLS)
+    with pytest.raises(Unrenderable):
+        renderings(chat_of(name), row)
+
+
 def test_an_answer_in_decomposed_unicode_is_kept_where_the_tokenizer_composes_it():
     from tokenizers import normalizers
 

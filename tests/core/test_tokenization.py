@@ -251,6 +251,17 @@ def test_a_template_that_leaves_tool_calls_out_says_so():
         renderings(Chat(chats.tokenizer(deaf), thinking=False), row)
 
 
+def test_text_that_the_template_drops_is_counted(root, tmp_path):
+    silent = STABLE.replace("{{ m.content or '' }}", "{{ '' if m.tool_calls else m.content }}")
+    rows = [
+        row_of(user("a"), assistant("dropped", tool_calls=[CALL]), tools=[LOOK_UP]),
+        row_of(user("a"), assistant(None, tool_calls=[CALL]), tools=[LOOK_UP]),
+        row_of(user("a"), assistant(" kept ")),
+    ]
+    facts, _ = run(root, rows, chats.target(tmp_path / "target", silent))
+    assert facts["content_left_out"] == 1
+
+
 @pytest.mark.parametrize(
     ("original", "changed"),
     [
