@@ -15,6 +15,12 @@ from dflash_core.chat import Chat, Unrenderable
 from dflash_core.corpus.normalization import split_reasoning, tool_call
 from dflash_core.corpus.rows import Malformed, Message
 
+# gpt-oss: reasoning, unless there is none, then the answer, unless the text was cut before it.
+_CHANNELS = re.compile(
+    r"(?=<\|channel\|>)(?:<\|channel\|>analysis<\|message\|>(.*?)(?:<\|end\|><\|start\|>assistant|\Z))?"
+    r"(?:<\|channel\|>final<\|message\|>(.*))?",
+    re.DOTALL,
+)
 _CALL = re.compile(r"\s*<tool_call>\s*(.*?)\s*</tool_call>\s*", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\n]+)>\n(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\n", re.DOTALL)
@@ -103,7 +109,10 @@ def readings_of(text: str, *, opened: bool) -> list[Message]:
         text: what the target wrote, without its end token.
         opened: the prompt ended inside a reasoning block.
     """
-    reasoning, content = split_reasoning(text, opened=opened)
+    if match := _CHANNELS.fullmatch(text):
+        reasoning, content = match.group(1), match.group(2) or ""
+    else:
+        reasoning, content = split_reasoning(text, opened=opened)
     if reasoning is None and opened and "</think>" not in text:
         reasoning, content = text, ""
     found = []

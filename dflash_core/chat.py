@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # How templates want a call's arguments (as objects, or as text) and the content beside it (empty, or none).
 _CALL_FORMS = ((True, ""), (True, None), (False, ""), (False, None))
+# Where templates look for an answer's reasoning (gpt-oss: thinking).
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # What a template gets for a message's key of that name is the method.
 _OF_DICTS = frozenset(dir(dict))
 
@@ -89,11 +91,15 @@ class Chat:
         if self.switchable:
             self._options["enable_thinking"] = thinking
         self._drop_reasoning = self.switchable and not thinking
+        self._reasoning_key = _REASONING_KEYS[0]
         self.separators = set(tokenizer.get_added_vocab().values())
         self.after_answer = self._find_after_answer()
         self.end_of_turn = self._find_end_of_turn()
         self.after_turn, self.ends_of_turn = {self.after_answer}, {self.end_of_turn}
         self._call_form = next(filter(self._prints_calls, _CALL_FORMS), _CALL_FORMS[0])
+        self._reasoning_key = next(
+            filter(self._prints_reasoning, _REASONING_KEYS), _REASONING_KEYS[0]
+        )
         cases = itertools.product((False, True), repeat=3)
         self._calls_left_out = {case for case in cases if not self._prints_all_calls(*case)}
         self.counts.clear()
@@ -231,8 +237,9 @@ class Chat:
     def _for_template(self, message: dict) -> dict:
         """The message in the form that this template prints."""
         message = dict(message)
-        if self._drop_reasoning:
-            message.pop("reasoning_content", None)
+        reasoning = message.pop("reasoning_content", None)
+        if reasoning and not self._drop_reasoning:
+            message[self._reasoning_key] = reasoning
         if message.get("tool_calls"):
             as_objects, no_content = self._call_form
             message["content"] = message["content"] or no_content
@@ -256,6 +263,18 @@ class Chat:
             self.after_turn.add(text[offsets[last][0] :])
             self.ends_of_turn.add(ids[last])
         return True
+
+    def _prints_reasoning(self, key: str) -> bool:
+        """Whether the template prints an answer's reasoning that it gets under this key."""
+        self._reasoning_key = key
+        answered = [
+            {"role": "user", "content": "x"},
+            _answer("y", reasoning_content="probe_thought"),
+        ]
+        try:
+            return "probe_thought" in self.render(answered, None, prompt=False)
+        except Unrenderable:
+            return False
 
     def _prints_all_calls(self, content: bool, many: bool, declared: bool) -> bool:
         """Whether a turn with one or two calls, with or without text and declared tools, shows each of them."""

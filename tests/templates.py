@@ -159,14 +159,14 @@ GPT_OSS = Family(
     "{%- set later = namespace(final=false) %}"
     "{%- for other in rest[loop.index:] %}"
     "{%- if other.role == 'assistant' and not other.tool_calls %}{% set later.final = true %}{% endif %}{% endfor %}"
-    "{%- if m.reasoning_content and not later.final %}"
-    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}{% endif %}"
+    "{%- if m.thinking and not later.final %}"
+    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     "{%- set call = m.tool_calls[0].function %}{% set ns.called = call.name %}"
     "{{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}"
     "{{- (call.arguments | tojson) + '<|call|>' }}"
     "{%- elif m.role == 'assistant' %}"
-    "{%- if m.reasoning_content and loop.last and not add_generation_prompt %}"
-    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.reasoning_content + '<|end|>' }}{% endif %}"
+    "{%- if m.thinking and loop.last and not add_generation_prompt %}"
+    "{{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}{% endif %}"
     "{{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}"
     "{{- '<|return|>' if loop.last and not add_generation_prompt else '<|end|>' }}"
     "{%- elif m.role == 'tool' %}"
@@ -178,7 +178,7 @@ GPT_OSS = Family(
     eos="<|return|>",
     calls=1,
 )
-"""Channels; a last answer ends in another token than an earlier one and a call in a third; earlier reasoning
+"""Channels; reasoning has another name; a last answer ends in another token than an earlier one and a call in a third; earlier reasoning
 is dropped, that of calls as soon as a final answer follows; only the first call of a turn is printed."""
 
 FAMILIES = {

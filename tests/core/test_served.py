@@ -407,6 +407,42 @@ def test_a_reply_trains_on_exactly_what_was_written(thinking, how):
     assert rendering.text[turn.begin : turn.end] == written + chat.after_answer
 
 
+@pytest.mark.parametrize("how", ["token ids", "parts"])
+@pytest.mark.parametrize("thought", ["hm", None])
+def test_channels_are_read_as_reasoning_and_answer(how, thought):
+    chat = chat_of("gpt-oss", True)
+    analysis = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+    written = f"{analysis if thought else ''}<|channel|>final<|message|>so"
+    tokens = [*chat.encode(written), chat.end_of_turn]
+    parts = {"reasoning_content": thought} if thought else {}
+    body = reply("so", tokens=len(tokens), **parts)
+    if how == "token ids":
+        body["choices"][0]["token_ids"] = tokens
+    _, answer = read(chat, body)
+    if how == "parts" and not thought:
+        assert answer.message == assistant("so")  # text alone does not say in which channel
+        return
+    assert answer.exact
+    assert answer.message == assistant("so", **parts)
+    row = row_of(user("a"), answer.message, tools=TOOLS)
+    [rendering], _ = masking.renderings(chat, row)
+    [turn] = rendering.turns
+    assert rendering.text[turn.begin : turn.end] == written + chat.after_answer
+
+
+def test_channels_that_were_cut_keep_what_was_written():
+    chat = chat_of("gpt-oss", True)
+    for written in ("<|channel|>analysis<|message|>let me s", "<|channel|>final<|message|>so"):
+        body = reply(written, finish="length", tokens=len(chat.encode(written)))
+        _, answer = read(chat, body)
+        assert answer.exact
+        row = row_of(user("a"), answer.message, tools=TOOLS)
+        row.metadata.update(cut_by_length=True, written_characters=answer.num_characters)
+        [rendering], _ = masking.renderings(chat, row)
+        [turn] = rendering.turns
+        assert rendering.text[turn.begin : turn.end] == written
+
+
 def test_an_answer_that_was_cut_inside_its_reasoning_keeps_what_was_written():
     chat = chat_of("qwen3.5", True)
     body = reply(None, finish="length", tokens=len(chat.encode("let me s")), reasoning="let me s")
