@@ -219,7 +219,7 @@ class DeviceProcesses:
     def __init__(self, job: Job, devices: Sequence[str]) -> None:
         self.width = len(devices)
         self._closed = False
-        self._processes = [_Process(job, device) for device in devices]
+        self._processes = [_Process(job, device, self.width) for device in devices]
         self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         for process in self._processes:
             self._idle.put(process)
@@ -252,11 +252,11 @@ class DeviceProcesses:
 class _Process:
     """One child, started when it is first needed and again after it died."""
 
-    def __init__(self, job: Job, device: str) -> None:
+    def __init__(self, job: Job, device: str, num_processes: int) -> None:
         self._job = job.model_copy(
             update={"runtime": job.runtime.model_copy(update={"device": device})}
         )
-        self._device = device
+        self._device, self._num_processes = device, num_processes
         self._child: subprocess.Popen[str] | None = None
         self._fresh = False  # it has not been told its job yet
 
@@ -301,12 +301,15 @@ class _Process:
         return DeviceError(f"the process on {self._device} died ({how}); its units are done again")
 
     def _start(self) -> subprocess.Popen[str]:
+        from dflash_core.devices import share_of_threads
+
         self._child = child = subprocess.Popen(
             [sys.executable, "-m", "dflash_core.device_work"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
+            env=os.environ | share_of_threads(self._device, self._num_processes),
         )
         self._fresh = True
         return child

@@ -47,3 +47,13 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or values.is_cuda:
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+def share_of_threads(device: str, processes: int) -> dict[str, str]:
+    """Environment of one of several processes that compute side by side: on a CPU, its part of the threads.
+
+    With all threads in each process they wait for one another, and small models take ten times as long.
+    """
+    if resolve_device(device).type != "cpu":
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // processes))}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from typing import IO
 
 from dflash_core import errors, train
 from dflash_core.config import Runtime, TargetConfig
+from dflash_core.devices import share_of_threads
 from dflash_core.errors import DFlashError
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
@@ -59,14 +61,20 @@ def run(
         path.write_text(json.dumps(request))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(runtime.train_processes), "-m", __name__, str(path)]
-        _follow(command, progress or silent)
+        threads = share_of_threads(runtime.device, runtime.train_processes)
+        _follow(command, threads, progress or silent)
 
 
-def _follow(command: list[str], progress: Progress) -> None:
+def _follow(command: list[str], environment: dict[str, str], progress: Progress) -> None:
     last: deque[str] = deque(maxlen=_LAST_LINES)
     failure: DFlashError | None = None
     child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        bufsize=1,
+        env=os.environ | environment,
     )
     try:
         assert child.stdout is not None

@@ -14,6 +14,7 @@ import torch
 from dflash_core import device_work
 from dflash_core.config import Runtime, TargetConfig
 from dflash_core.device_work import DeviceProcesses, InProcess, Job, devices_of, smaller
+from dflash_core.devices import share_of_threads
 from dflash_core.errors import DeviceError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
@@ -120,7 +121,8 @@ def opened(job):
             if unit == "slow":
                 time.sleep(60)
             print("a library prints")
-            dataset.commit(str(unit), {{"pid": os.getpid(), "device": job.runtime.device}})
+            dataset.commit(str(unit), {{"pid": os.getpid(), "device": job.runtime.device,
+                                       "threads": os.environ.get("OMP_NUM_THREADS")}})
             progress(number, len(units), {{"tokens_per_s": 1.5}})
     return work
 
@@ -161,6 +163,16 @@ def test_units_progress_and_logs_cross_the_pipe_and_the_process_stays(processes,
     assert seen == [(1, 2, {"tokens_per_s": 1.5}), (2, 2, {"tokens_per_s": 1.5})]
     assert f"cpu: opened in {pids(dataset)['a']}" in caplog.text
     assert pids(dataset)["a"] == pids(dataset)["d"] != pids(dataset)["c"], "two take turns"
+
+
+def test_processes_on_a_cpu_share_its_threads(processes, monkeypatch):
+    workers, dataset = processes
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    workers.run(["a"])
+    assert dataset.record("a")["threads"] == "2"
+    assert share_of_threads("cpu", 8) == {"OMP_NUM_THREADS": "1"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert share_of_threads("cuda:1", 2) == {}
 
 
 def test_an_error_keeps_its_type_and_the_process(processes):
