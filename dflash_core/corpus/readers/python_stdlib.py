@@ -18,6 +18,7 @@ The rule, in full:
 """
 
 import ast
+import functools
 import hashlib
 import json
 import sysconfig
@@ -120,6 +121,8 @@ def _module_files(root: Path) -> dict[str, Path]:
     return files
 
 
+# A module is parsed to see whether it can be, then at once for its definitions.
+@functools.lru_cache(maxsize=1)
 def _parse(source: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in old modules
