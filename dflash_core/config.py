@@ -426,8 +426,8 @@ class Runtime(Config):
     span_packs: int = Field(default=64, ge=1)
     """Packs of one extraction task; a GPU waits for the last uploads of one before it gets the next."""
     device_processes: int = Field(default=0, ge=0)
-    """Processes that keep the target loaded for extraction and regeneration; 0 takes one for each GPU and,
-    without a GPU, none: the flow's own process computes."""
+    """Processes that load the target for extraction, regeneration and evaluation; 0 takes one for each GPU and,
+    without a GPU, none: the flow's own process computes. On a CPU they share its threads."""
     gpus_per_target: int = Field(default=1, ge=1)
     """GPUs that hold one target in extraction, a run of its layers each; for targets too large for one GPU."""
     units_per_run: int = Field(default=0, ge=0)

@@ -25,8 +25,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import IO, Literal, Protocol
 
+from pydantic import Field
+
 from dflash_core import errors
-from dflash_core.config import Config, RegenerateConfig, Runtime, TargetConfig
+from dflash_core.config import Config, DrafterSource, RegenerateConfig, Runtime, TargetConfig
 from dflash_core.errors import DeviceError, DFlashError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
@@ -34,6 +36,7 @@ from dflash_core.storage import Storage
 
 log = logging.getLogger(__name__)
 
+StageName = Literal["extract", "regenerate", "evaluate"]
 Work = Callable[[Sequence, Progress], None]
 _LEAST_BATCH_TOKENS = 256
 DRAIN_S = 20.0  # what a process that is told to end has for the units under way
@@ -42,7 +45,7 @@ DRAIN_S = 20.0  # what a process that is told to end has for the units under way
 class Job(Config):
     """What a device process is for: one dataset of one stage."""
 
-    stage: Literal["extract", "regenerate"]
+    stage: StageName
     """Which of `OPEN` does the work."""
     root: str
     """URL of the root."""
@@ -54,6 +57,8 @@ class Job(Config):
     """The model."""
     runtime: Runtime
     """Device and batch sizes."""
+    compare: list[DrafterSource] = Field(default=[])
+    """Other drafters to evaluate."""
 
     @classmethod
     def filling(
@@ -63,11 +68,19 @@ class Job(Config):
         target: TargetConfig,
         runtime: Runtime,
         *,
-        stage: Literal["extract", "regenerate"],
+        stage: StageName,
+        compare: list[DrafterSource] | None = None,
     ) -> Job:
         """The job of filling `dataset` from the dataset at path `source` under the same root."""
-        root, path = dataset.root.url, dataset.path
-        return cls(stage=stage, root=root, path=path, source=source, target=target, runtime=runtime)
+        return cls(
+            stage=stage,
+            root=dataset.root.url,
+            path=dataset.path,
+            source=source,
+            target=target,
+            runtime=runtime,
+            compare=compare or [],
+        )
 
 
 class Workers(Protocol):
@@ -147,7 +160,24 @@ def _regenerate(job: Job) -> Work:
     return work
 
 
-OPEN: dict[str, Callable[[Job], Work]] = {"extract": _extract, "regenerate": _regenerate}
+def _evaluate(job: Job) -> Work:
+    from dflash_core import evaluation
+
+    dataset, trained = _datasets(job)
+
+    def work(units: Sequence[str], progress: Progress) -> None:
+        left = set(evaluation.missing(dataset))
+        todo = [unit for unit in units if unit in left]
+        evaluation.run(dataset, trained, job.target, job.runtime, todo, progress, job.compare)
+
+    return work
+
+
+OPEN: dict[str, Callable[[Job], Work]] = {
+    "extract": _extract,
+    "regenerate": _regenerate,
+    "evaluate": _evaluate,
+}
 
 
 def _datasets(job: Job) -> tuple[Dataset, Dataset]:
@@ -158,6 +188,8 @@ def _datasets(job: Job) -> tuple[Dataset, Dataset]:
 def smaller(job: Job) -> Job | None:
     """What to try after running out of device memory; None when batches are as small as they get."""
     runtime = job.runtime
+    if job.stage == "evaluate":
+        return None
     if job.stage == "regenerate":
         if runtime.generate_batch == 1:
             return None

@@ -7,30 +7,26 @@ import base64
 from prefect.artifacts import create_image_artifact, create_markdown_artifact
 
 from dflash_core import evaluation, evaluation_report
+from dflash_core.device_work import Job, devices_of
 from dflash_core.manifest import Dataset
-from dflash_core.storage import Storage
-from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
-from flows.compute_thread import on_compute_thread
+from flows._common import (
+    Stage,
+    StageResult,
+    progress_on_page,
+    run_units,
+    stage_flow,
+    stage_task,
+)
 from flows.params import EvaluateParams
+
+MOST_PROMPTS = 256  # of a task, where one process decodes all
 
 
 @stage_task
 def evaluate_prompts(params: EvaluateParams, path: str, units: list[str]) -> None:
     """Decodes some prompts with the target alone and with the drafter."""
-    root = Storage.from_url(params.root)
-    dataset, run = Dataset.open(root, path), Dataset.open(root, params.run)
-    left = set(evaluation.missing(dataset))
     with progress_on_page("evaluate", f"{units[0]} to {units[-1]}") as progress:
-        on_compute_thread(
-            evaluation.run,
-            dataset,
-            run,
-            params.target,
-            params.runtime,
-            [unit for unit in units if unit in left],
-            progress,
-            params.compare,
-        )
+        run_units(path, units, progress)
 
 
 def show_report(dataset: Dataset) -> None:
@@ -52,8 +48,18 @@ def evaluate(params: EvaluateParams) -> StageResult:
     )
     if stage.has_work(dataset):
         units = evaluation.units(dataset)
+        missing = evaluation.missing(dataset)
+        job = Job.filling(
+            dataset,
+            params.run,
+            params.target,
+            params.runtime,
+            stage="evaluate",
+            compare=params.compare,
+        )
         # Every task loads the target; what is done is kept by prompt, so long ones lose nothing.
-        stage.run(evaluate_prompts, params, units, evaluation.missing(dataset), span=256)
+        share = -(-len(units) // max(1, len(devices_of(params.runtime, "evaluate"))))
+        stage.run(evaluate_prompts, params, units, missing, span=min(share, MOST_PROMPTS), job=job)
         evaluation.seal(dataset)
     show_report(dataset)
     return stage.publish(evaluation_report.table(dataset.facts))

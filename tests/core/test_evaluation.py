@@ -17,6 +17,7 @@ from dflash_core.config import (
     Runtime,
 )
 from dflash_core.decode import greedy, speculate
+from dflash_core.device_work import Job, open_workers
 from dflash_core.errors import IncompleteError, InputError, MismatchError
 from dflash_core.storage import Storage
 from dflash_core.target import load_causal_lm, load_tokenizer
@@ -159,6 +160,17 @@ def test_resume_decodes_only_prompts_without_a_record(root, target):
     assert evaluation.seal(again) == manifest
     assert json.loads(again.storage.get("report.json")) == manifest["facts"]
     assert "speed-up" in again.storage.get("report.md").decode()
+
+
+def test_a_device_job_decodes_those_of_its_prompts_that_are_missing(root, target):
+    dataset, run = planned(root, target)
+    first, second, *rest = evaluation.units(dataset)
+    evaluation.run(dataset, run, target, CPU, units=[first])
+    seen: list = []
+    workers = open_workers(Job.filling(dataset, run.path, target, CPU, stage="evaluate"))
+    workers.run([first, second], lambda *state: seen.append(state[:2]))
+    assert seen == [(1, 1)]
+    assert evaluation.missing(dataset) == rest
 
 
 def test_seal_writes_a_picture_where_matplotlib_is(root, target):
