@@ -14,7 +14,7 @@ DENSE_TFLOPS: dict[Card, float] = {
     "rtx-pro-6000": 504.0,
 }
 """Dense bfloat16 products with float32 sums, as the data sheets have them."""
-_SHARE = 0.55  # of that rate, which extraction reached on an H200: docs/extraction.md
+_SHARE = 0.58  # of that rate, which extraction reached on an H200: docs/extraction.md
 
 
 def tokens_per_s(target: TargetConfig, layer_ids: list[int], card: Card) -> float:

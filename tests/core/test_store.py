@@ -143,10 +143,10 @@ def test_the_rate_of_an_unmeasured_card_follows_from_the_weights_up_to_the_last_
 
     # Width 32, heads of 16: queries and outputs 4, keys and values 2; an MLP of 48.
     layer = 2 * (2 * 32 * 64 + 2 * 32 * 32 + 3 * 32 * 48)
-    assert rate("h200", target_layer_ids=[0, 1]) == pytest.approx(0.55 * 989e12 / (2 * layer))
-    assert rate("a100", target_layer_ids=[0, 1]) == pytest.approx(0.55 * 312e12 / (2 * layer))
+    assert rate("h200", target_layer_ids=[0, 1]) == pytest.approx(0.58 * 989e12 / (2 * layer))
+    assert rate("a100", target_layer_ids=[0, 1]) == pytest.approx(0.58 * 312e12 / (2 * layer))
     assert rate("h200", target_layer_ids=[0], last=True) == pytest.approx(
-        0.55 * 989e12 / (4 * layer)
+        0.58 * 989e12 / (4 * layer)
     )
 
 
