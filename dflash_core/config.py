@@ -7,6 +7,7 @@ texts in the Prefect form and in `--help`.
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -34,7 +35,10 @@ class TargetConfig(Config):
     Part of what the target is: whatever was made with others is refused."""
 
     def __hash__(self) -> int:  # pydantic's own cannot hash a dict
-        return hash(self.model_dump_json())
+        return hash(json.dumps(self.model_dump(mode="json"), sort_keys=True))
+
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # what datasets may be called
 
 
 class SourceConfig(Config):

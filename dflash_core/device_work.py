@@ -120,7 +120,8 @@ def devices_of(runtime: Runtime, stage: str) -> list[list[str]]:
         return [devices] * (count or devices[0].startswith("cuda"))
     if max(count, 1) * each > gpus:
         raise InputError(
-            f"device_processes is {count} and gpus_per_target {each}, but this machine has {gpus} GPUs"
+            f"{max(count, 1)} processes with {each} GPUs each were asked for (device_processes, gpus_per_target), but this "
+            f"machine has {gpus} GPUs"
         )
     return [
         [f"cuda:{index * each + further}" for further in range(each)]
@@ -368,7 +369,8 @@ def _send(pipe: IO[str] | None, message: dict) -> None:
 
 
 def _error(kind: str, text: str) -> Exception:
-    known = getattr(errors, kind, None)
+    passing = {"ConnectionError": ConnectionError, "TimeoutError": TimeoutError}  # worth a retry
+    known = getattr(errors, kind, None) or passing.get(kind)
     return known(text) if known else RuntimeError(f"{kind}: {text}")
 
 

@@ -355,15 +355,15 @@ def frequent_tokens(run: Dataset, shape: DrafterShape, size: int) -> Tensor:
     """
     from dflash_core.tokenization import Tokens
 
-    dataset = next((parent for parent in lineage(run) if parent.stage == "tokens"), None)
-    if dataset is None:
+    datasets = {parent.path: parent for parent in lineage(run) if parent.stage == "tokens"}.values()
+    if not datasets:
         raise InputError(
             f"the tokens that {run.path} was trained on are not under {run.root.url}, so the frequent ones are not "
             "known; leave draft_vocab_size 0"
         )
-    tokens, counts_V = Tokens.open(dataset), np.zeros(shape.vocab_size, dtype=np.int64)
-    for index in range(tokens.num_packs):
-        pack = tokens.read_pack(index)
+    counts_V = np.zeros(shape.vocab_size, dtype=np.int64)
+    packs = (t.read_pack(i) for t in map(Tokens.open, datasets) for i in range(t.num_packs))
+    for pack in packs:
         written = pack.input_ids[pack.loss_mask.astype(bool)]
         counts_V += np.bincount(written, minlength=shape.vocab_size)
     chosen = np.argsort(-counts_V, kind="stable")[:size]

@@ -137,7 +137,13 @@ class Extractor:
             # Else pinned memory opens a context on the first GPU.
             torch.cuda.set_device(self._device)
         self._body = body or load_body(target, self._layer_ids, *self._devices)
-        self._split = LayerSplit(decoder_layers(self._body), self._devices)
+        layers = decoder_layers(self._body)
+        if len(self._devices) > len(layers):
+            raise InputError(
+                f"gpus_per_target is {len(self._devices)} and {len(layers)} layers are loaded, up to the last tap; "
+                "expected a layer or more for each GPU"
+            )
+        self._split = LayerSplit(layers, self._devices)
         require_fast_kernels(self._body, self._device, runtime.slow_kernels)
         self._teacher = Teacher(target, self._body) if self._layout.teacher_top_k else None
         self._most_tokens = runtime.batch_tokens

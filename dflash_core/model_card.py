@@ -31,10 +31,16 @@ def lineage(dataset: Dataset) -> Iterator[Dataset]:
     yield dataset
     plain = dataset.name.removesuffix(_REGENERATED)
     names = (plain, plain + _REGENERATED)
-    for digest in dataset.request["inputs"].values():
-        for stage, name in itertools.product(_INPUT_STAGES, names):
+    # A run says where its states are, whatever they are called; a union names its stores by path.
+    known = dataset.facts.get("hidden") if dataset.complete else None
+    for key, digest in dataset.request["inputs"].items():
+        named = [key] if "/" in key else [known] if key == "hidden" and known else None
+        guesses = [
+            f"{stage}/{name}-{digest}" for stage, name in itertools.product(_INPUT_STAGES, names)
+        ]
+        for path in named or guesses:
             try:
-                parent = Dataset.open(dataset.root, f"{stage}/{name}-{digest}")
+                parent = Dataset.open(dataset.root, path)
             except FileNotFoundError:
                 continue
             if parent.complete:
@@ -177,14 +183,17 @@ def _data(provenance: dict) -> str:
     corpora = _of_stage(provenance, "corpora")
     if not corpora:
         return "Not known here; see the fingerprints below."
-    sources = corpora[-1]["config"].get("sources", [])
+    sources = [source for body in corpora for source in body["config"].get("sources", [])]
     lines = [
         f"- {source['name']}: `{source.get('path') or source.get('reader')}`"
         + (f" at {source['revision']}" if source.get("path") and source.get("revision") else "")
         for source in sources
     ]
-    answered = any("temperature" in body["config"] for body in corpora)
-    text = "Answers are the target's own." if answered else "Answers are those of the sources."
+    answered = sum("max_new_tokens" in body["config"] for body in corpora)
+    text = "Answers are the target's own."
+    if answered < len(corpora) - answered:
+        text = "Answers are those of the sources."
+        text = "Of some corpora the answers are the target's own." if answered else text
     return "\n".join([*lines, "", text]).strip()
 
 

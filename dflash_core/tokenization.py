@@ -47,7 +47,7 @@ from dflash_core.target import identify, load_tokenizer
 log = logging.getLogger(__name__)
 
 STAGE = "tokens"
-VERSION = 1
+VERSION = 2
 
 _CHUNK, _SHARD = 2**16, 2**22  # tokens of the smallest read and of one object
 _WHOLE_BYTES = 2**30  # datasets below this are read into memory once

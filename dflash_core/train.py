@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-STAGE, VERSION = "runs", 1
+STAGE, VERSION = "runs", 2
 PICTURE = "training.png"
 _WORTH_A_WARNING = 0.5  # accepted drafts a step; below it a drafter has learned little anyway
 _SUMMARY_STEPS = 100  # last steps that the manifest's averages cover
@@ -244,6 +244,7 @@ def seal(dataset: Dataset, hidden: Dataset) -> dict:
         dataset.storage.put(PICTURE, image)
     facts = {
         "num_steps": config.num_steps,
+        "hidden": hidden.path,
         "num_parameters": num_parameters,
         "shape": shape_as_json(shape),
         "contract": open_states(hidden).contract,
@@ -295,6 +296,11 @@ class Trainer:
         if config.slot_weights == "dpace" and config.loss != "ce":
             raise InputError(
                 f"slot_weights dpace weighs likelihoods and loss is {config.loss!r}; use loss ce, or decay"
+            )
+        if sharded and config.packs_per_step % ranks.size:
+            raise InputError(
+                f"packs_per_step is {config.packs_per_step} and {ranks.size} processes share the drafter; with sharding "
+                f"each needs the same number of packs, set packs_per_step to a multiple of {ranks.size}"
             )
         if sharded and config.optimizer == "muon":
             raise InputError("Muon steps whole matrices; set sharding to replicate, or use adamw")

@@ -10,11 +10,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import re
 from typing import Any
 
 from torch import Tensor
 
+from dflash_core.config import NAME
 from dflash_core.errors import InputError
+from dflash_core.extraction import read_kernels
 from dflash_core.hidden_states import HiddenStates
 from dflash_core.manifest import Dataset, require_same
 from dflash_core.packing import Pack
@@ -28,10 +31,12 @@ def unite(root: Storage, name: str, paths: list[str]) -> Dataset:
     """The union of complete stores under one root; unions among them count as their stores.
 
     Raises:
-        InputError: fewer than two stores.
+        InputError: fewer than two stores, or a name that no folder should have.
         IncompleteError: one is not complete.
         MismatchError: they differ in target, tokenizer, template, taps, types or tokens of a pack.
     """
+    if not re.match(NAME, name):
+        raise InputError(f"a union cannot be called {name!r}; expected letters, digits and . _ -")
     given = [Dataset.open(root, path).require_stage(STAGE) for path in paths]
     parts = sorted({path for dataset in given for path in parts_of(dataset) or [dataset.path]})
     if len(parts) < 2:
@@ -103,6 +108,7 @@ def _shared(store: HiddenStates) -> dict:
     layout = store.layout
     return {
         **_contract(store),
+        "kernels": read_kernels(store.dataset),
         "pack_tokens": layout.pack_tokens,
         "last": layout.last,
         "teacher_top_k": layout.teacher_top_k,

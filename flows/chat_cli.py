@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from dflash_core.config import TargetConfig
+from dflash_core.errors import InputError
 
 if TYPE_CHECKING:
     from dflash_core.chat import Chat
@@ -183,7 +184,9 @@ class Session:
 def _options(texts: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for text in texts:
-        name, _, value = text.partition("=")
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise InputError(f"template option {text!r} has no value; expected NAME=VALUE")
         try:
             options[name] = json.loads(value)
         except ValueError:

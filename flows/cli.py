@@ -259,7 +259,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs the command; an error the user can act on is one sentence and exit status 1."""
     try:
         app(args=arguments)
-    except DFlashError as error:
+    except (DFlashError, FileNotFoundError) as error:  # the second: a dataset that was never begun
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         sys.exit(1)
 

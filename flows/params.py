@@ -8,6 +8,7 @@ from pydantic import Field
 
 from dflash_core.config import (
     DEFAULT_CARD,
+    NAME,
     Card,
     Config,
     CurateConfig,
@@ -30,7 +31,7 @@ class StageParams(Config):
 
     root: str = "data"
     """Where all data lives: a folder, or s3://bucket/prefix."""
-    name: str = Field(default="demo", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="demo", pattern=NAME)
     """Name in the paths of what the stage writes; a fingerprint is added to it."""
     runtime: Runtime = Runtime()
     """How and where to compute."""

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dflash_core.config import DEFAULT_CARD, Card, Config, ExtractConfig, TargetConfig
+from dflash_core.config import DEFAULT_CARD, NAME, Card, Config, ExtractConfig, TargetConfig
 
 
 class StoreParams(Config):
@@ -84,7 +84,7 @@ class UniteParams(Config):
     """Where all data lives: a folder, or s3://bucket/prefix."""
     stores: list[str] = Field(default=[])
     """Paths of complete stores of one target under the root, such as hidden/demo-0123456789ab."""
-    name: str = "all"
+    name: str = Field(default="all", pattern=NAME)
     """What the union is called; it becomes hidden/<name>-<fingerprint>."""
 
 

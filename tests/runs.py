@@ -32,18 +32,20 @@ def question(index: int) -> list[dict]:
     ]
 
 
-def sealed_corpus(root: Storage, held_out: list[Row], name: str = "demo") -> Dataset:
-    """A corpus with these held-out rows and one row to train on."""
+def sealed_corpus(
+    root: Storage, held_out: list[Row], name: str = "demo", index: int = 999
+) -> Dataset:
+    """A corpus with these held-out rows and one row to train on, `question(index)`."""
     dataset = Dataset.create(
         root,
         CORPORA,
         name,
         version=1,
         config=CurateConfig(),
-        inputs={"rows": ",".join(row.id for row in held_out)},
+        inputs={"rows": ",".join([str(index), *(row.id for row in held_out)])},
     )
     parts = {}
-    for split, rows in (("train", [make_row(question(999))]), ("held_out", held_out)):
+    for split, rows in (("train", [make_row(question(index))]), ("held_out", held_out)):
         writer = PartWriter(dataset.storage, split)
         for row in rows:
             writer.write(row)
@@ -68,12 +70,14 @@ def sealed_run(
     name: str = "demo",
     hidden: str = "0" * 12,
     factor: float = 5.1234567,
+    states: str = "",
     averages: bool = False,
     **drafter: object,
 ) -> Dataset:
     """A run of 20 steps that changed the weights from one random draw to another.
 
     Args:
+        hidden, states: fingerprint and path of what it was trained on.
         averages: of the weights are there, too, a third draw.
         factor: width of the weights; near 1 rounding stays below 1e-5 whoever computes.
     """
@@ -90,19 +94,24 @@ def sealed_run(
                 optimizer.state[parameter]["average"] = other.detach()
         save_checkpoint(run, step, made, optimizer, [])
     contract = {**identify(target).contract(), "target_layer_ids": list(shape.target_layer_ids)}
-    facts = {"num_steps": 20, "shape": shape_as_json(shape), "contract": contract}
+    facts = {"num_steps": 20, "shape": shape_as_json(shape), "contract": contract, "hidden": states}
     run.seal([unit_of(0), unit_of(20)], facts)
     return run
 
 
 def sealed_tokens_run(root: Storage, target: TargetConfig, **drafter: object) -> Dataset:
     """The same, made from a corpus and tokens that lie under the root."""
-    corpus = sealed_corpus(root, [make_row(question(1))])
-    tokens = tokenization.plan(root, "demo", corpus, target, TokenizeConfig(pack_tokens=128))
+    hidden = empty_store(root, target, "demo")
+    return sealed_run(root, target, hidden=hidden.fingerprint, **drafter)
+
+
+def empty_store(root: Storage, target: TargetConfig, name: str, index: int = 999) -> Dataset:
+    """A store of no states, of tokens and a corpus that are there: `question(index)` and its answer."""
+    corpus = sealed_corpus(root, [make_row(question(1))], name, index)
+    tokens = tokenization.plan(root, name, corpus, target, TokenizeConfig(pack_tokens=128))
     tokenization.run_units(tokens, corpus, target, tokenization.missing(tokens, corpus))
     tokenization.seal(tokens, corpus)
-    hidden = Dataset.create(
-        root, "hidden", "demo", version=1, config={}, inputs={"tokens": tokens.fingerprint}
-    )
+    inputs = {"tokens": tokens.fingerprint}
+    hidden = Dataset.create(root, "hidden", name, version=1, config={}, inputs=inputs)
     hidden.seal([], {})
-    return sealed_run(root, target, hidden=hidden.fingerprint, **drafter)
+    return hidden

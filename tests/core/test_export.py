@@ -8,15 +8,16 @@ import torch
 from safetensors.torch import load, save
 
 from dflash_core import export
-from dflash_core.checkpoint import load_drafter
+from dflash_core.checkpoint import load_drafter, read_shape
 from dflash_core.config import ExportConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError, MismatchError
 from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset
+from dflash_core.model_card import lineage
 from dflash_core.storage import Storage
 from dflash_core.target import load_embedding_and_head, load_tokenizer, text_config
 from tests import targets
-from tests.runs import sealed_run, sealed_tokens_run
+from tests.runs import empty_store, sealed_run, sealed_tokens_run
 
 CONTRACTS = ["full-bidir", "swa-causal", "mixed", "swa-bidir"]
 LAYOUT = "z-lab"
@@ -439,6 +440,28 @@ def test_the_error_of_quantised_weights_is_reported(root, target, weights):
         rounding.append(facts["rounding"])
     assert min(rounding) > 0
     assert rounding[0] != rounding[1]
+
+
+@pytest.mark.parametrize("names", [("code", "chat"), ("demo", "demo")], ids=["others", "same"])
+def test_a_run_on_several_stores_has_all_of_them_behind_it(root, target, names):
+    stores = [empty_store(root, target, *each) for each in zip(names, (4444, 7777), strict=True)]
+    inputs = {store.path: store.fingerprint for store in stores}
+    config = {"union": sorted(inputs)}
+    union = Dataset.create(root, "hidden", "all", version=1, config=config, inputs=inputs)
+    union.seal([], {})
+    run = sealed_run(root, target, hidden=union.fingerprint, states=union.path)
+    found = [dataset.path for dataset in lineage(run)]
+    assert {union.path, *inputs} <= set(found)
+    assert sum(path.startswith("corpora/") for path in found) == 2
+    written = export.frequent_tokens(run, read_shape(run, 20), 64).tolist()
+    digits = set(load_tokenizer(target)("8889 15555")["input_ids"])  # of both answers
+    assert digits <= set(written)
+    config = ExportConfig(layouts=["z-lab"])
+    dataset = export.plan(root, "demo", run, target, config)
+    export.run(dataset, run, target)
+    card = dataset.storage.get("z-lab/README.md").decode()
+    assert card.count("- python-stdlib: `python-stdlib`") == 2
+    assert "Answers are those of the sources." in card
 
 
 def test_the_model_card_names_data_recipe_and_serving(root, target):

@@ -3,11 +3,15 @@
 import pytest
 import torch
 
+from dflash_core import extraction, extractor
+from dflash_core.config import Runtime
 from dflash_core.devices import resolve_devices
 from dflash_core.errors import InputError
 from dflash_core.layer_split import LayerSplit, device_map, stage_of
+from dflash_core.storage import Storage
 from dflash_core.target import decoder_layers, empty_body, load_body, tap_layers
 from tests import targets
+from tests.core.test_extraction import CONFIG, tokenize
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 TAPS = [0, 1, 3]
@@ -101,3 +105,13 @@ def test_a_cpu_is_no_place_for_a_split_target():
         InputError, match="gpus_per_target is 2, which needs GPUs; the device is cpu"
     ):
         resolve_devices("cpu", 2)
+
+
+def test_more_devices_than_layers_are_refused(tmp_path, monkeypatch):
+    root = Storage.from_url(str(tmp_path / "root"))
+    target = targets.qwen3(tmp_path / "target")
+    tokens = tokenize(root, target)
+    dataset = extraction.plan(root, "demo", tokens, target, CONFIG)
+    monkeypatch.setattr(extractor, "resolve_devices", lambda device, count: [CPU] * count)
+    with pytest.raises(InputError, match="gpus_per_target is 9 and"):
+        extractor.Extractor(dataset, tokens, target, Runtime(device="cpu", gpus_per_target=9))

@@ -372,6 +372,31 @@ def test_a_call_that_is_left_out_is_noticed_where_its_name_is_printed_for_other_
         renderings(chat_of(name), row)
 
 
+MISTRAL = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.tool_calls %}{% for call in message.tool_calls %}{% if call.id is not defined or call.id|length != 9 %}
+{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
+{{ call.function | tojson }}{% endfor %}{% else %}{{ message.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+SCHEMAS = STABLE.replace("tool | tojson", "tool.function.parameters['properties'].items() | list")
+
+
+@pytest.mark.parametrize("template", [MISTRAL, SCHEMAS], ids=["ids", "schemas"])
+def test_templates_that_are_strict_with_calls_and_tools_keep_rows_that_satisfy_them(template):
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": "{}"}}
+    turns = [
+        user("a"),
+        assistant("", tool_calls=[call]),
+        {"role": "tool", "content": "3"},
+        assistant("It is 3."),
+    ]
+    parameters = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    row = row_of(turns, tools)
+    made, _ = renderings(Chat(chats.tokenizer(template), thinking=False), row)
+    assert sum(len(rendering.turns) for rendering in made) == 2
+
+
 def test_an_answer_in_decomposed_unicode_is_kept_where_the_tokenizer_composes_it():
     from tokenizers import normalizers
 

@@ -119,6 +119,11 @@ def test_a_step_needs_a_pack_for_every_rank():
     embedding = torch.randn(32, 16)
     with pytest.raises(InputError, match=r"packs_per_step is 1 and there are 2 processes"):
         Trainer(tiny_drafter(), embedding, embedding, TrainConfig(), ranks=Ranks(1, 2))
+    three = TrainConfig(
+        packs_per_step=3
+    )  # shards are gathered and reduced once a pack, by all ranks
+    with pytest.raises(InputError, match="set packs_per_step to a multiple of 2"):
+        Trainer(tiny_drafter(), embedding, embedding, three, ranks=Ranks(1, 2), sharded=True)
     muon = TrainConfig(optimizer="muon", packs_per_step=2)
     with pytest.raises(InputError, match="Muon steps whole matrices"):
         Trainer(tiny_drafter(), embedding, embedding, muon, ranks=Ranks(1, 2), sharded=True)

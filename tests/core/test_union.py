@@ -5,6 +5,7 @@ import pytest
 
 from dflash_core.config import ExtractConfig
 from dflash_core.errors import IncompleteError, InputError, MismatchError
+from dflash_core.extraction import KERNELS
 from dflash_core.hidden_states import (
     HiddenStates,
     check_rows,
@@ -86,6 +87,20 @@ def test_the_same_stores_are_the_same_union_and_more_of_them_another(root):
 def test_stores_that_differ_are_refused_by_field(root, changes, field):
     first, second = make_store(root, "first", 1), make_store(root, "second", 1, **changes)
     with pytest.raises(MismatchError, match=field):
+        unite(root, "all", [first.path, second.path])
+
+
+@pytest.mark.parametrize("name", ["team/chat", "", "../x"])
+def test_names_are_those_that_datasets_may_have(root, name):
+    paths = [make_store(root, part, 1).path for part in ("a", "b")]
+    with pytest.raises(InputError, match="cannot be called"):
+        unite(root, name, paths)
+
+
+def test_stores_of_other_kernels_are_not_united(root):
+    first, second = make_store(root, "first", 1), make_store(root, "second", 1)
+    second.storage.put(KERNELS, b'{"convolution":"torch"}')
+    with pytest.raises(MismatchError, match="kernels"):
         unite(root, "all", [first.path, second.path])
 
 
