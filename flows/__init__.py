@@ -4,6 +4,7 @@ The settings below must be in the environment before Prefect or torch is importe
 """
 
 import os
+import sys
 
 SETTINGS = {
     # Nothing about a run leaves the machine.
@@ -31,3 +32,8 @@ SETTINGS = {
 
 for _name, _value in SETTINGS.items():
     os.environ.setdefault(_name, _value)
+
+# Prefect puts the folder of a deployed flow in front of `sys.path`, where our tokenize.py would hide Python's own
+# from every process that is started later.
+_HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != _HERE]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tokenize
 import typing
 from pathlib import Path
 
@@ -87,3 +90,23 @@ def test_nothing_is_unpickled():
     for folder in ("dflash_core", "flows", "deployments"):
         for file in (ROOT / folder).rglob("*.py"):
             assert not re.search(r"import (cloud)?pickle|torch\.load\(", file.read_text()), file
+
+
+def test_processes_of_a_deployed_flow_import_pythons_own_modules():
+    """Curation and tokenization start some; a worker loads the flow from its file, as here."""
+    code = (
+        "import multiprocessing; from prefect.flows import load_flow_from_entrypoint; "
+        "load_flow_from_entrypoint('flows/tokenize.py:tokenize'); "
+        "pool = multiprocessing.get_context('spawn').Pool(1); "
+        """print('found', pool.apply(eval, ("__import__('tokenize').__file__",)))"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    [found] = re.findall("found (.*)", done.stdout)
+    assert Path(found) == Path(tokenize.__file__)
