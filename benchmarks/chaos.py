@@ -36,8 +36,8 @@ from tests.prefect_server import RUNS, PrefectServer, end, processes_of
 from tests.s3 import BUCKET, S3Server
 
 COMPARED = ("tokens", "hidden", "runs", "exports")
-# Who wrote what when, and the model card, which quotes measured speed: these differ between two runs.
-NOT_COMPARED = ("_commits/", "manifest.json", "README.md", "metrics/")
+# Who wrote what when, and what quotes measured speed (model card and provenance): these differ between two runs.
+NOT_COMPARED = ("_commits/", "manifest.json", "README.md", "provenance.json", "metrics/")
 VICTIMS = ("worker", "run", "s3", "server")
 PATIENCE_S = 150.0  # an automation whose server was killed while it acted may have forgotten
 FINAL = ("Completed", "Failed", "Cancelled")
