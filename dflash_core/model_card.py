@@ -190,10 +190,12 @@ def _data(provenance: dict) -> str:
         for source in sources
     ]
     answered = sum("max_new_tokens" in body["config"] for body in corpora)
-    text = "Answers are the target's own."
-    if answered < len(corpora) - answered:
+    if answered == 0:
         text = "Answers are those of the sources."
-        text = "Of some corpora the answers are the target's own." if answered else text
+    elif answered < len(corpora) - answered:
+        text = "Of some corpora the answers are the target's own."
+    else:
+        text = "Answers are the target's own."
     return "\n".join([*lines, "", text]).strip()
 
 

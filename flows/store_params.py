@@ -9,20 +9,23 @@ from pydantic import Field
 from dflash_core.config import DEFAULT_CARD, NAME, Card, Config, ExtractConfig, TargetConfig
 
 
-class StoreParams(Config):
-    """Which store."""
+class RootParams(Config):
+    """Where to look."""
 
     root: str = "data"
     """Where all data lives: a folder, or s3://bucket/prefix."""
+
+
+class StoreParams(RootParams):
+    """Which store."""
+
     store: str = ""
     """Path of a store under the root, such as hidden/demo-0123456789ab."""
 
 
-class PlanParams(Config):
+class PlanParams(RootParams):
     """What extraction will make and cost."""
 
-    root: str = "data"
-    """Where all data lives: a folder, or s3://bucket/prefix."""
     tokens: str = ""
     """Path of a tokens dataset under the root, such as tokens/demo-0123456789ab."""
     target: TargetConfig = TargetConfig()
@@ -77,11 +80,9 @@ class ExportSampleParams(StoreParams):
     """Where to put it, under the root."""
 
 
-class UniteParams(Config):
+class UniteParams(RootParams):
     """Several stores that training reads as one."""
 
-    root: str = "data"
-    """Where all data lives: a folder, or s3://bucket/prefix."""
     stores: list[str] = Field(default=[])
     """Paths of complete stores of one target under the root, such as hidden/demo-0123456789ab."""
     name: str = Field(default="all", pattern=NAME)
