@@ -70,7 +70,9 @@ def test_of_a_writer_killed_at_random_points_every_pack_is_absent_or_whole(url):
     whole = plan_store(root, "whole")
     write_packs(whole, list(range(PACKS)))
     wanted, kills, left_behind, number = contents(whole), 0, 0, 0
-    while kills < KILLS:
+    # How often a kill falls between an upload and its record is up to the machine.
+    while kills < KILLS or left_behind < KILLS // 4:
+        assert kills < 10 * KILLS, "the kills come before or after the uploads"
         dataset, seen = plan_store(root, f"killed{number}"), set()
         number += 1
         while missing_packs(dataset):
@@ -79,7 +81,7 @@ def test_of_a_writer_killed_at_random_points_every_pack_is_absent_or_whole(url):
             writer = PROCESSES.Process(target=stores.write_missing, args=arguments)
             writer.start()
             assert started.wait(60)
-            if kills < KILLS:
+            if kills < KILLS or left_behind < KILLS // 4:
                 goal = num_shards(dataset) + random_.randint(0, 9)
                 while writer.is_alive() and num_shards(dataset) < goal:
                     time.sleep(0.001)
@@ -93,7 +95,6 @@ def test_of_a_writer_killed_at_random_points_every_pack_is_absent_or_whole(url):
             left_behind += num_shards(dataset) > 4 * len(committed)
             seen = committed
         assert contents(dataset) == wanted
-    assert left_behind >= KILLS // 4, "the kills came before or after the uploads"
 
 
 # --- a server that goes away
