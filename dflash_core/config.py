@@ -14,9 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 
 class Config(BaseModel):
-    """Base: frozen, unknown fields refused, docstrings become descriptions."""
+    """Base: frozen, unknown fields and NaN refused, docstrings become descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class TargetConfig(Config):

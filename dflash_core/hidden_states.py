@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-import mmap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -43,6 +41,7 @@ from dflash_core.config import ExtractConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError, StorageError
 from dflash_core.manifest import Dataset, finite, require_same
 from dflash_core.object_cache import ObjectCache
+from dflash_core.pack_memory import PackMemory
 from dflash_core.packing import Pack
 from dflash_core.record_index import RecordIndex
 from dflash_core.shards import (
@@ -471,8 +470,8 @@ def _in_float8(states_TLH: Tensor, made_with_TL: Tensor, scale_TL: Tensor) -> Te
 class HiddenStates:
     """Reads a store by pack or by sample. Safe to use from threads; needs no zarr.
 
-    Memory: what it returns and about 1 MB for each object that is being fetched; two chunks more each where there
-    is a codec, float8, or a tap that is left out.
+    Memory: the packs that are in use, which it keeps for the next ones, and about 1 MB for each object that is being
+    fetched; two chunks more each where there is a codec, float8, or a tap that is left out.
 
     Attributes:
         start: int64 [num_samples], first row of each sample.
@@ -492,6 +491,7 @@ class HiddenStates:
         top_k: bool = False,
         index: RecordIndex | None = None,
         cache: ObjectCache | None = None,
+        memory: PackMemory | None = None,
     ) -> None:
         self.dataset = dataset
         self.layout = layout
@@ -506,6 +506,7 @@ class HiddenStates:
         ]
         self._index = index
         self._cache = cache
+        self._memory = memory or PackMemory()
         self._records: dict[int, dict] = {}
         self._order = np.argsort(start, kind="stable").astype(np.int32)
         bounds = np.arange(layout.num_packs + 1) * layout.pack_tokens
@@ -519,6 +520,7 @@ class HiddenStates:
         last: bool = False,
         top_k: bool = False,
         cache: ObjectCache | None = None,
+        memory: PackMemory | None = None,
         use_index: bool = True,
     ) -> HiddenStates:
         """Opens a planned store, complete or not; whether a pack exists is found out when it is read.
@@ -527,6 +529,7 @@ class HiddenStates:
             last: return the tap `last`, too, behind the others.
             top_k: packs hold the target's most likely tokens, too.
             cache: keeps the objects of whole packs on a local disk.
+            memory: shared with other readers of packs of the same size.
             use_index: of a sealed store take the records from its index, not one by one.
 
         Raises:
@@ -555,6 +558,7 @@ class HiddenStates:
             top_k=top_k,
             index=RecordIndex.open(dataset, layout) if use_index else None,
             cache=cache,
+            memory=memory,
         )
 
     @property
@@ -568,8 +572,7 @@ class HiddenStates:
     @property
     def pack_bytes(self) -> int:
         """Memory of the hidden states that `read_pack` returns, in bytes."""
-        layout = self.layout
-        return layout.pack_tokens * layout.num_taps * layout.hidden_size * 2  # bfloat16
+        return self.pack_tokens * self.num_taps * self.hidden_size * torch.bfloat16.itemsize
 
     @property
     def hidden_size(self) -> int:
@@ -595,7 +598,8 @@ class HiddenStates:
         """
         layout = self.layout
         counts = [len(item["crc32c"]) for item in self._record(index)["shards"]]
-        hidden_TLH = self._empty(layout.pack_tokens)
+        shape = (layout.pack_tokens, self.num_taps, layout.hidden_size)
+        hidden_TLH = self._memory.take(self.pack_bytes).view(torch.bfloat16).view(shape)
         with ThreadPoolExecutor(min(_READERS, len(counts) + len(self._sides))) as pool:
             sides = {name: pool.submit(self._side, index, name) for name in self._sides}
             scale = self._scale(index, pool)
@@ -633,7 +637,8 @@ class HiddenStates:
         layout = self.layout
         pack, row = divmod(int(self.start[index]), self.pack_tokens)
         begin, end = (row + first) // layout.chunk_rows, -(-(row + stop) // layout.chunk_rows)
-        states_TLH = self._empty((end - begin) * layout.chunk_rows)
+        shape = ((end - begin) * layout.chunk_rows, self.num_taps, layout.hidden_size)
+        states_TLH = torch.empty(shape, dtype=torch.bfloat16)
         with ThreadPoolExecutor(_READERS) as pool:
             scale, futures, chunk = self._scale(pack, pool), [], begin
             while chunk < end:
@@ -660,16 +665,6 @@ class HiddenStates:
                 f"{self.dataset.url} has no array {name!r}, only {list(self.layout.side_arrays)}"
             )
         return self._side(index, name)
-
-    def _empty(self, rows: int) -> Tensor:
-        """Memory that the system hands over in large pages: in small ones a GB costs half a second of faults."""
-        shape = (rows, self.num_taps, self.hidden_size)
-        if not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(shape, dtype=torch.bfloat16)
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, max(1, math.prod(shape)) * 2, flags=private)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=torch.bfloat16, count=math.prod(shape)).view(shape)
 
     def _record(self, pack: int) -> dict:
         if self._index is not None:

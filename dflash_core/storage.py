@@ -16,8 +16,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
+from threading import Event
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -42,8 +43,11 @@ PATIENT = {
 # The preflight asks whether the store works now, so it gives up early.
 IMPATIENT = {"max_retries": 2, "retry_timeout": timedelta(seconds=10)}
 # The client does not repeat a create-only write whose connection broke, nor a body that broke off. We do:
-# the one recognises its own object, the other goes on where it stopped.
+# the one recognises its own object, the other goes on where it stopped. So we do while a server says that it is
+# in trouble.
 _PAUSE_S = 1.0
+# A server that comes back may deny for seconds that its buckets exist (SeaweedFS does, while it starts).
+_BUCKET_PATIENCE = timedelta(minutes=1)
 _PASSING = (
     "error sending request",
     "error decoding response body",
@@ -79,11 +83,13 @@ class Storage:
         store: obstore.store.ObjectStore,
         prefix: str = "",
         patience: timedelta = timedelta(0),
+        answered: Event | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._store = store
         self._prefix = prefix.strip("/")
         self._patience = patience
+        self._answered = answered or Event()  # the bucket was seen to exist
         self._pid = os.getpid()
 
     @classmethod
@@ -108,7 +114,8 @@ class Storage:
 
     def child(self, prefix: str) -> Storage:
         """The storage below `prefix`, sharing this one's connections."""
-        return Storage(f"{self.url}/{prefix}", self._store, self._full(prefix), self._patience)
+        url, prefix = f"{self.url}/{prefix}", self._full(prefix)
+        return Storage(url, self._store, prefix, self._patience, self._answered)
 
     @property
     def local_path(self) -> Path | None:
@@ -203,17 +210,13 @@ class Storage:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Every object below the folder `prefix`, in no particular order."""
-        self._guard()
         cut = len(self._prefix) + 1 if self._prefix else 0
-        pages = obstore.list(self._store, prefix=self._full(prefix) or None, chunk_size=1000)
+        pages = self._call(self._pages, prefix)
         try:
             for page in pages:
                 for entry in page:
                     yield ObjectInfo(entry["path"][cut:], entry["size"], entry["last_modified"])
-        except FileNotFoundError as error:
-            if "NoSuchBucket" in str(error):
-                raise self._explain(error, prefix) from error
-        except BaseError as error:
+        except (FileNotFoundError, BaseError) as error:
             raise self._explain(error, prefix) from error
 
     def delete(self, keys: Iterable[str]) -> None:
@@ -279,22 +282,43 @@ class Storage:
                 "open it in the child, or start children with spawn or forkserver"
             )
 
+    @staticmethod
+    def _pages(store: obstore.store.ObjectStore, prefix: str) -> Iterator:
+        """Pages of a listing, the first of them here already."""
+        pages = iter(obstore.list(store, prefix=prefix or None, chunk_size=1000))
+        try:
+            first = next(pages, [])
+        except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise
+            first = []
+        return chain([first], pages)
+
     def _call(self, operation: Callable, key: str, *args, **options):
         self._guard()
-        deadline = time.monotonic() + self._patience.total_seconds()
+        began = time.monotonic()
         while True:
             try:
-                return operation(self._store, self._full(key), *args, **options)
+                answer = operation(self._store, self._full(key), *args, **options)
             except (AlreadyExistsError, PreconditionError):
                 raise
-            except FileNotFoundError as error:
-                if "NoSuchBucket" in str(error):
-                    raise self._explain(error, key) from error
-                raise FileNotFoundError(f"{self.url}/{key} does not exist") from error
-            except BaseError as error:
-                if not _may_pass(error) or time.monotonic() > deadline:
+            except (FileNotFoundError, BaseError) as error:
+                if isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
+                    self._answered.set()
+                    raise FileNotFoundError(f"{self.url}/{key} does not exist") from error
+                if time.monotonic() - began >= self._patience_with(error).total_seconds():
                     raise self._explain(error, key) from error
                 time.sleep(_PAUSE_S)
+            else:
+                self._answered.set()
+                return answer
+
+    def _patience_with(self, error: Exception) -> timedelta:
+        """How long to try again what failed with this error; zero for one that does not pass."""
+        text = str(error)
+        if "NoSuchBucket" in text and self._answered.is_set():
+            return min(self._patience, _BUCKET_PATIENCE)
+        return self._patience if any(sign in text for sign in _PASSING) else timedelta(0)
 
     def _holds(self, key: str, parts: Parts) -> bool:
         """Whether the object's bytes are those of the parts."""
@@ -363,12 +387,6 @@ def stream_file(path: Path, start: int, length: int) -> Iterator[memoryview]:
 def _body(data: Buffer | Parts):
     """What the client sends without copying: one buffer, or an iterator of buffers."""
     return iter(data) if isinstance(data, list) else data
-
-
-def _may_pass(error: BaseError) -> bool:
-    """True for a connection that broke or was refused, and for a server that says it is in trouble."""
-    text = str(error)
-    return any(sign in text for sign in _PASSING)
 
 
 def _existing(folder: Path) -> Path:

@@ -20,6 +20,7 @@ from dflash_core.errors import InputError
 from dflash_core.extraction import read_kernels
 from dflash_core.hidden_states import HiddenStates
 from dflash_core.manifest import Dataset, require_same
+from dflash_core.pack_memory import PackMemory
 from dflash_core.packing import Pack
 from dflash_core.storage import Storage
 
@@ -71,7 +72,8 @@ def open_states(dataset: Dataset, **options: Any) -> HiddenStates | UnitedStates
     if not parts:
         return HiddenStates.open(dataset, **options)
     datasets = [Dataset.open(dataset.root, path).require_stage(STAGE) for path in parts]
-    return UnitedStates([HiddenStates.open(part, **options) for part in datasets])
+    memory = PackMemory()
+    return UnitedStates([HiddenStates.open(part, memory=memory, **options) for part in datasets])
 
 
 class UnitedStates:

@@ -18,6 +18,7 @@ from flows._common import (
     stage_task,
 )
 from flows.params import EvaluateParams
+from flows.server import patiently
 
 MOST_PROMPTS = 256  # of a task, where one process decodes all
 
@@ -31,10 +32,12 @@ def evaluate_prompts(params: EvaluateParams, path: str, units: list[str]) -> Non
 
 def show_report(dataset: Dataset) -> None:
     """The report on the run's page, its picture in it."""
-    create_markdown_artifact(dataset.storage.get("report.md").decode(), key="evaluate-report")
+    report = dataset.storage.get("report.md").decode()
+    patiently(create_markdown_artifact, report, key="evaluate-report")
     if dataset.storage.exists("acceptance.png"):
         data = base64.b64encode(dataset.storage.get("acceptance.png")).decode()
-        create_image_artifact(f"data:image/png;base64,{data}", key="evaluate-acceptance")
+        url = f"data:image/png;base64,{data}"
+        patiently(create_image_artifact, url, key="evaluate-acceptance")
 
 
 @stage_flow

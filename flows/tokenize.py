@@ -9,6 +9,7 @@ from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import TokenizeParams
+from flows.server import patiently
 
 PARTS_PER_TASK = 32  # new processes take seconds to start
 
@@ -36,7 +37,7 @@ def tokenize(params: TokenizeParams) -> StageResult:
         stage.run(tokenize_parts, params, units, missing, span=PARTS_PER_TASK)
         tokenization.seal(dataset, corpus)
         sources = tokenization.source_table(dataset)
-        create_table_artifact(sources, key="tokenize-sources", description=dataset.url)
+        patiently(create_table_artifact, sources, key="tokenize-sources", description=dataset.url)
     return stage.publish()
 
 

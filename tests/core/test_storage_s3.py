@@ -1,5 +1,6 @@
 """The storage rules on a real S3 server, and each way it can refuse us told apart."""
 
+import contextlib
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -75,6 +76,50 @@ def test_preflight_tells_refusals_apart_and_keeps_the_secret(
     with pytest.raises(StorageError, match=words) as caught:
         Storage.from_url(url or s3_url).preflight()
     assert SECRET not in str(caught.value)
+
+
+@pytest.fixture
+def bucket(s3_url):
+    """A bucket of its own, and what makes and deletes it."""
+    import boto3
+
+    client, name = boto3.client("s3"), "comes-and-goes"
+    client.create_bucket(Bucket=name)
+    yield (
+        Storage.from_url(f"s3://{name}/folder"),
+        lambda: client.create_bucket(Bucket=name),
+        lambda: client.delete_bucket(Bucket=name),
+    )
+    with contextlib.suppress(client.exceptions.NoSuchBucket):
+        client.delete_bucket(Bucket=name)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda storage: storage.exists("key"),
+        lambda storage: storage.child("below").put("key", b"data"),
+        lambda storage: list(storage.list()),
+    ],
+)
+def test_a_bucket_that_was_there_may_come_back(bucket, call):
+    storage, make, delete = bucket
+    assert not storage.exists("key")
+    delete()
+    back = threading.Timer(2, make)
+    back.start()
+    call(storage)
+    back.join()
+    storage.child("below").delete(["key"])
+
+
+def test_a_bucket_that_never_was_is_refused_at_once(bucket, monkeypatch):
+    storage, _, delete = bucket
+    monkeypatch.setattr("dflash_core.storage.time.sleep", lambda _: pytest.fail("it waited"))
+    delete()
+    for call in (lambda: storage.get("key"), lambda: list(storage.list())):
+        with pytest.raises(StorageError, match="the bucket does not exist"):
+            call()
 
 
 @pytest.mark.timeout(180)

@@ -51,6 +51,14 @@ def test_unknown_parameter_names_it(refused):
     assert "train.num_stepz" in refused(train={"num_stepz": 3})
 
 
+def test_numbers_that_are_none(refused):
+    assert "train.learning_rate: Input should be a finite number" in refused(
+        train={"learning_rate": float("nan")}
+    )
+    target = {"template_options": {"temperature": float("inf")}}
+    assert "finite number" in refused(target=target)
+
+
 def test_unreadable_dataset(refused, tmp_path):
     source = {"name": "chats", "reader": "openai", "path": str(tmp_path / "nothing.jsonl")}
     assert "nothing.jsonl" in refused(curate={"sources": [source]})
