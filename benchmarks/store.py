@@ -1,9 +1,9 @@
 """Throughput, CPU and requests of the hidden-state store beside other ways to write and read the same array.
 
-Several rounds, each with a fresh SeaweedFS server on this machine; in a round every client in a process of its own, one
-after the other, the same packs, the same objects of about 100 MB, four threads. Every other round goes in the reverse
-order. Prints the medians of the rounds, as in docs/store.md, and whether its bars are met: the median over rounds
-of what two clients reached in the same round.
+Several rounds; in each every client, one after the other, in a process of its own and on a fresh SeaweedFS server on this
+machine (one that has taken in some GB is slower), writes the same packs as the same objects of about 100 MB with four
+threads, then reads all of them several times. Prints the medians of the rounds, as in docs/store.md, and whether its
+bars are met: the median over rounds of what two clients reached in the same round.
 
 Run: PYTHONPATH=. python benchmarks/store.py [--packs 4] [--rounds 5] [--folder /dev/shm]
 """
@@ -32,6 +32,7 @@ from tests.s3 import BUCKET, S3Server
 
 PACK_TOKENS = int(os.environ.get("BENCH_ROWS", "4096"))  # fewer only to try the script
 TAPS, HIDDEN, THREADS = 5, 5120, 4
+READS = 4  # of every pack: training visits each once an epoch
 CHUNK = min(256, PACK_TOKENS // 4)
 PACK_BYTES = PACK_TOKENS * TAPS * HIDDEN * 2
 CLIENTS = {
@@ -230,16 +231,19 @@ def measure(name: str, packs: int) -> None:
     """Runs one client in this process, and says when it is ready and what it took, a line of JSON each."""
     write, read, objects = globals()[name.replace("-", "_")](states(), packs + 1)
     with ThreadPoolExecutor(THREADS) as pool:
-        for call in (write, read):
+        for call, times in ((write, 1), (read, READS)):
 
             def once(pack: int, call: Callable = call) -> None:
                 call(pack)
 
-            once(packs)  # connections, imports, and memory that is touched for the first time
-            print(json.dumps({"objects": objects * packs}), flush=True)
+            # Connections, imports, and memory that is touched for the first time.
+            once(packs)
+            if call is read:
+                list(pool.map(once, [packs] * THREADS))
+            print(json.dumps({"packs": times * packs, "objects": objects}), flush=True)
             sys.stdin.readline()
             before, cpu, began = _reset_peak(), _cpu(), time.perf_counter()
-            list(pool.map(once, range(packs)))
+            list(pool.map(once, [*range(packs)] * times))
             seconds, cpu_s = time.perf_counter() - began, _cpu() - cpu
             taken = {"seconds": seconds, "cpu_s": cpu_s, "peak_mb": _peak() - before}
             print(json.dumps(taken), flush=True)
@@ -261,8 +265,18 @@ def _peak() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1e3
 
 
-def run(server: S3Server, name: str, packs: int, folder: str) -> list[Figures]:
-    """Writing and reading by one client, in a process of its own."""
+def run(name: str, packs: int, folder: str) -> list[Figures]:
+    """Writing and reading by one client, in a process of its own, on a server of its own."""
+    with tempfile.TemporaryDirectory(dir=folder) as data:
+        server = S3Server(Path(data))
+        server.start()
+        try:
+            return _run(server, name, packs, data)
+        finally:
+            server.stop()
+
+
+def _run(server: S3Server, name: str, packs: int, folder: str) -> list[Figures]:
     command = [sys.executable, __file__, "--client", name, "--packs", str(packs)]
     environment = {**os.environ, **server.environment, "BENCH_FOLDER": folder}
     found = []
@@ -272,18 +286,18 @@ def run(server: S3Server, name: str, packs: int, folder: str) -> list[Figures]:
         assert child.stdin is not None
         assert child.stdout is not None
         for _ in ("write", "read"):
-            objects = json.loads(child.stdout.readline())["objects"]
+            work = json.loads(child.stdout.readline())
             before = server.requests()
             child.stdin.write("\n")
             child.stdin.flush()
             taken = json.loads(child.stdout.readline())
             requests = (server.requests() - before).total()
-            gb = packs * PACK_BYTES / 1e9
+            gb = work["packs"] * PACK_BYTES / 1e9
             found.append(
                 Figures(
                     mb_per_s=gb * 1e3 / taken["seconds"],
                     cpu_s_per_gb=taken["cpu_s"] / gb,
-                    requests_per_object=requests / objects,
+                    requests_per_object=requests / (work["packs"] * work["objects"]),
                     peak_mb=taken["peak_mb"],
                 )
             )
@@ -335,17 +349,6 @@ def installed() -> list[str]:
     return there
 
 
-def one_round(names: list[str], packs: int, folder: str) -> Round:
-    """Every client once, on a server of its own."""
-    with tempfile.TemporaryDirectory(dir=folder) as data:
-        server = S3Server(Path(data))
-        server.start()
-        try:
-            return {name: run(server, name, packs, data) for name in names}
-        finally:
-            server.stop()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--packs", type=int, default=4, help="packs of 210 MB")
@@ -363,8 +366,7 @@ def main() -> None:
         flush=True,
     )
     for number in range(options.rounds):
-        order = names[::-1] if number % 2 else names
-        rounds.append(one_round(order, options.packs, options.folder))
+        rounds.append({name: run(name, options.packs, options.folder) for name in names})
         speeds = [
             f"{name} {rounds[-1][name][0].mb_per_s:.0f}/{rounds[-1][name][1].mb_per_s:.0f}"
             for name in names

@@ -197,6 +197,22 @@ def deploy(
 
 
 @app.command()
+def server(
+    host: Annotated[
+        str,
+        typer.Option(help="Address to listen on; others than loopback need a proxy with a login."),
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port of UI and API.")] = 4200,
+) -> None:
+    """Becomes a Prefect server with its UI, with this project's settings."""
+    import os
+
+    os.environ.setdefault("PREFECT_SERVER_EVENTS_CAUSAL_ORDERING", "flows.event_ordering")
+    options = ["--host", host, "--port", str(port)]
+    os.execv(sys.executable, [sys.executable, "-m", "prefect", "server", "start", *options])
+
+
+@app.command()
 def worker(
     queue: Annotated[str, typer.Option(help="gpu or cpu; empty takes runs of both.")] = "",
     limit: Annotated[int, typer.Option(help="Runs at a time.")] = 1,

@@ -74,7 +74,7 @@ def deploy(setup: Setup) -> Iterator[str]:
 
     if not (os.environ.get("PREFECT_API_URL") or PREFECT_API_URL.value()):
         raise InputError(
-            "PREFECT_API_URL is not set; start a server (`make ui`, or `prefect server start`) and set it, "
+            "PREFECT_API_URL is not set; start a server (`make ui`, or `dflash server`) and set it, "
             "such as http://127.0.0.1:4200/api"
         )
     _check(setup)

@@ -35,14 +35,13 @@ class PrefectServer:
         return SETTINGS | {
             "PREFECT_HOME": str(self.folder),
             "PREFECT_API_URL": self.api_url,
-            "PREFECT_SERVER_API_PORT": str(self.port),
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PYTHONPATH": str(HOME),
             "OMP_NUM_THREADS": "1",
         }
 
     def start(self, wait_s: float = 240) -> None:
-        command = [PREFECT, "server", "start", "--host", "127.0.0.1"]
+        command = [sys.executable, "-m", "flows.cli", "server", "--port", str(self.port)]
         self._process = start_logged(command, self.environment, self.folder / "server.log")
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and self._process.poll() is None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 import uuid
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -12,6 +15,7 @@ import pytest
 
 from dflash_core.errors import InputError
 from flows.params import StageParams
+from tests.prefect_server import PrefectServer
 
 
 @pytest.fixture
@@ -77,3 +81,67 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
     assert "rows.jsonl has no column 'messages'" in failed[0]
     assert [text for text in texts if "no progress" in text], texts
     assert len(texts) == 2, "the stage that commits is left alone"
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_crash_is_seen_though_the_server_was_started_anew_meanwhile(tmp_path):
+    server = PrefectServer(tmp_path)
+    server.start()
+    try:
+        run_id = _client_script(server, START_A_RUN).strip()
+        server.kill()
+        server.start()
+        assert "AwaitingRetry" in _client_script(server, CRASH_IT_AND_WAIT, run_id)
+    finally:
+        server.stop()
+
+
+START_A_RUN = """
+import time
+from prefect import flow
+from prefect.client.orchestration import get_client
+from prefect.states import Pending, Running
+from flows import automations
+
+with get_client(sync_client=True) as client:
+    automations.ensure(client, stall_minutes=30, start_minutes=15, notify=None)
+    time.sleep(5)  # the server reads its automations anew
+    flow_id = client.create_flow(flow(lambda: None, name="stage"))
+    deployment = client.create_deployment(flow_id=flow_id, name="default")
+    run = client.create_flow_run_from_deployment(deployment, tags=["resumable", "dflash"])
+    client.set_flow_run_state(run.id, Pending())
+    client.set_flow_run_state(run.id, Running())
+    time.sleep(5)  # its events are handled
+    print(run.id)
+"""
+
+CRASH_IT_AND_WAIT = """
+import sys, time
+from uuid import UUID
+from prefect.client.orchestration import get_client
+from prefect.states import Crashed
+
+run_id, deadline = UUID(sys.argv[1]), time.monotonic() + 120
+with get_client(sync_client=True) as client:
+    client.set_flow_run_state(run_id, Crashed())
+    while (state := client.read_flow_run(run_id).state.name) == "Crashed":
+        if time.monotonic() > deadline:
+            break
+        time.sleep(1)
+    print(state)
+"""
+
+
+def _client_script(server: PrefectServer, code: str, *arguments: str) -> str:
+    """What a process that talks to this server prints; this one talks to another."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=os.environ | server.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
