@@ -244,14 +244,18 @@ class Storage:
             found.append(ObjectInfo(path.relative_to(folder).as_posix(), stat.st_size, modified))
         return found
 
-    def preflight(self) -> None:
+    def preflight(self, *, patient: bool = False) -> None:
         """Proves with one probe object that we may write, read, list and delete here.
+
+        Args:
+            patient: wait for a server that cannot be reached; else that is an error at once, like all others.
 
         Raises:
             StorageError: one sentence that tells a wrong secret, a missing bucket, a missing
                 permission and an unreachable endpoint apart. The secret is never in it.
         """
-        probe = Storage.from_url(self.url, patient=False) if self.url.startswith("s3:") else self
+        s3 = self.url.startswith("s3:")
+        probe = Storage.from_url(self.url, patient=patient) if s3 else self
         folder, data = f"_preflight/{uuid.uuid4().hex}", b"dflash preflight"
         for action, step in (
             ("write", lambda: probe.put(f"{folder}/probe", data)),

@@ -44,8 +44,12 @@ from flows.train import train
 def pipeline(params: PipelineParams) -> list[StageResult]:
     """Curate, regenerate, tokenize, extract, train, evaluate, export; prints one table at the end."""
     start = time.monotonic()
-    preflight.check(params)
-    stages = list(_stages(params))
+    first_start = (flow_run.run_count or 0) <= 1
+    if first_start:
+        preflight.check(params, patient=True)
+    # Once: a pipeline that is started again goes on with what its first start has forced.
+    force = params.force and first_start
+    stages = list(_stages(params.model_copy(update={"force": force})))
     patiently(create_markdown_artifact, summary.markdown(stages), key="pipeline-summary")
     summary.print_table(stages, time.monotonic() - start, Console())
     return stages
@@ -53,13 +57,11 @@ def pipeline(params: PipelineParams) -> list[StageResult]:
 
 def _stages(params: PipelineParams) -> Iterator[StageResult]:
     """Runs the stages in order, each with the paths that the earlier ones handed on."""
-    # Once: a pipeline that is started again goes on with what its first start has forced.
-    force = params.force and (flow_run.run_count or 0) <= 1
     common: dict[str, Any] = {
         "root": params.root,
         "name": params.name,
         "runtime": params.runtime,
-        "force": force,
+        "force": params.force,
     }
     target: dict[str, Any] = {"target": params.target}
     run = _as_deployment if params.stages_run == "as-deployments" else _here

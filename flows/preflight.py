@@ -14,14 +14,17 @@ from flows.params import ExportParams, PipelineParams, StageParams
 PARENTS = ("corpus", "tokens", "hidden", "run", "evaluation")  # parameters that name a dataset
 
 
-def check(params: StageParams) -> None:
+def check(params: StageParams, *, patient: bool = False) -> None:
     """Checks root, target, sources and parent datasets of any flow's parameters.
+
+    Args:
+        patient: nobody sits before it: wait for a bucket that cannot be reached just now.
 
     Raises:
         DFlashError: the first thing that cannot work: what it is, what was expected, what to do.
     """
     root = Storage.from_url(params.root)
-    root.preflight()
+    root.preflight(patient=patient)
     for name in PARENTS:
         path = getattr(params, name, "")
         if path:

@@ -36,7 +36,7 @@ from flows.store_params import (
 def _open(params: StoreParams) -> Dataset:
     """The store, after a probe of its root has told a wrong secret, bucket or permission apart."""
     root = Storage.from_url(params.root)
-    root.preflight()
+    root.preflight(patient=True)
     return keeping.open_store(root, params.store)
 
 
@@ -70,7 +70,7 @@ def look_through(params: VerifyParams | RepairParams, sample: float) -> list[kee
 def store_plan(params: PlanParams) -> dict[str, Any]:
     """Tokens, packs, bytes, device hours and dollars of an extraction, before anything is spent."""
     root = Storage.from_url(params.root)
-    root.preflight()
+    root.preflight(patient=True)
     found = keeping.estimate(
         Dataset.open(root, params.tokens),
         params.target,
@@ -141,5 +141,5 @@ def store_export_sample(params: ExportSampleParams) -> str:
 def store_unite(params: UniteParams) -> str:
     """Makes one of several stores, by naming them; returns the path that the train flow takes as `hidden`."""
     root = Storage.from_url(params.root)
-    root.preflight()
+    root.preflight(patient=True)
     return unite(root, params.name, params.stores).path
