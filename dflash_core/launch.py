@@ -19,8 +19,8 @@ from typing import IO
 
 from dflash_core import errors, train
 from dflash_core.config import Runtime, TargetConfig
-from dflash_core.devices import share_of_threads
-from dflash_core.errors import DFlashError
+from dflash_core.devices import resolve_device, share_of_threads
+from dflash_core.errors import DeviceError, DFlashError
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
@@ -29,6 +29,14 @@ _MARK = "dflash-train: "  # of the lines that are for us, among those of librari
 _LAST_LINES = 80  # of a child's output, in the error when it dies
 
 log = logging.getLogger(__name__)
+
+
+def devices_of(runtime: Runtime) -> list[str]:
+    """The devices that training takes on this machine."""
+    device, count = resolve_device(runtime.device), runtime.train_processes
+    if device.type != "cuda" or count == 1:
+        return [str(device)]
+    return [f"cuda:{rank}" for rank in range(count)]
 
 
 def run(
@@ -43,7 +51,7 @@ def run(
 
     Raises:
         DFlashError: as in `train.run`.
-        RuntimeError: a process died; holds the last lines it wrote.
+        DeviceError: a process died; holds the last lines it wrote.
     """
     if runtime.train_processes == 1:
         train.run(dataset, hidden, target, runtime, progress, corpus)
@@ -95,7 +103,7 @@ def _follow(command: list[str], environment: dict[str, str], progress: Progress)
     if failure is not None:
         raise failure
     if code:
-        raise RuntimeError(f"training in processes ended with {code}:\n" + "\n".join(last))
+        raise DeviceError(f"training in processes ended with {code}:\n" + "\n".join(last))
 
 
 def _lines(output: IO[str]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from dflash_core.storage import Storage
 
 FORMAT_VERSION = 1
 _RECORDS = "_commits"
+_EMPTYING = "_emptying"
 _READERS = 16  # threads that fetch records; latency-bound
 
 
@@ -214,13 +215,23 @@ class Dataset:
     def facts(self) -> dict:
         return self.manifest()["facts"]
 
-    def reopen(self) -> None:
-        """Takes back manifest and commit records, in this order, so that every unit is work again.
+    def empty(self) -> None:
+        """Deletes everything but the request: manifest, commit records and the rest, in this order.
 
-        A reader in between sees an incomplete dataset, never a wrong one.
+        A reader in between sees an incomplete dataset, never a wrong one. A mark lies there meanwhile, because what
+        is half emptied must not be filled: writers adopt objects that they find.
         """
+        self.storage.put(_EMPTYING, b"{}")
         self.storage.delete(["manifest.json"])
         self.storage.delete([info.key for info in self.storage.list(_RECORDS)])
+        kept = ("request.json", _EMPTYING)
+        self.storage.delete([i.key for i in self.storage.list() if i.key not in kept])
+        self.storage.delete([_EMPTYING])
+
+    @property
+    def half_emptied(self) -> bool:
+        """Whether `empty` was cut short here."""
+        return self.storage.exists(_EMPTYING)
 
     def require_stage(self, stage: str) -> Dataset:
         """Itself, when it is a complete output of `stage`; what a reading stage calls first."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 import uuid
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 
 Pieces = Iterator[memoryview]
 _RECOUNT_EVERY = 32  # objects kept between two looks at what other processes keep
+# Names of files; others are somebody else's.
+_OURS = re.compile(r"[0-9a-f]{32}(\.[0-9a-f]{8}\.part)?")
 
 
 class ObjectCache:
@@ -38,6 +41,7 @@ class ObjectCache:
         self._lock = threading.Lock()
         self._kept = 0
         self._used = 0
+        self._coming = 0  # bytes of objects that are being written by this process
         self._full = self._broken = False
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -53,7 +57,7 @@ class ObjectCache:
         path = self._path(url, item)
         try:
             os.utime(path)
-        except FileNotFoundError:
+        except OSError:  # not there, or of another user
             return None
         return path
 
@@ -79,13 +83,17 @@ class ObjectCache:
                     yield piece
             whole = part.exists() and part.stat().st_size == item["size"]
 
+        kept = False
         try:
             yield copy
-            if whole:
-                os.replace(part, path)
+            kept = whole
         finally:
-            with suppress(OSError):
-                part.unlink(missing_ok=True)
+            with self._lock, suppress(OSError):
+                self._coming -= item["size"]
+                if kept:
+                    os.replace(part, path)
+                else:
+                    part.unlink(missing_ok=True)
 
     @contextmanager
     def _writing(self, path: Path) -> Generator[Callable[[memoryview], None]]:
@@ -122,21 +130,29 @@ class ObjectCache:
             self._full = self._used + size > self._budget
             if not self._full:
                 self._used, self._kept = self._used + size, self._kept + 1
+                self._coming += size
             return not self._full
 
     def _make_room(self, size: int) -> int:
         """Deletes what was last used before this process began until the object fits; returns bytes in use."""
         files = []
-        for entry in os.scandir(self._folder):
-            try:
+        for entry in self._entries():
+            with suppress(FileNotFoundError):
                 stat = entry.stat()
-            except FileNotFoundError:
-                continue
-            files.append((stat.st_mtime, stat.st_size, entry.path))
-        used = sum(bytes_ for _, bytes_, _ in files)
+                if not entry.name.endswith(".part") or stat.st_mtime < self._began:
+                    files.append((stat.st_mtime, stat.st_size, entry.path))
+        used = self._coming + sum(bytes_ for _, bytes_, _ in files)
         for modified, bytes_, path in sorted(files):
             if used + size <= self._budget or modified >= self._began:
                 break
-            Path(path).unlink(missing_ok=True)
-            used -= bytes_
+            with suppress(OSError):
+                Path(path).unlink(missing_ok=True)
+                used -= bytes_
         return used
+
+    def _entries(self) -> list[os.DirEntry]:
+        """The files that a cache put there."""
+        try:
+            return [entry for entry in os.scandir(self._folder) if _OURS.fullmatch(entry.name)]
+        except OSError:
+            return []

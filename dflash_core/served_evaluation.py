@@ -36,7 +36,10 @@ log = logging.getLogger(__name__)
 
 STAGE, VERSION = "served", 1
 _TIMEOUT_S = 600.0  # of one answer; a loaded server queues
-_METRIC = re.compile(r"^vllm:spec_decode_num_(\w+?)(?:_total)?(?:\{([^}]*)\})?\s+(\S+)$")
+# Not `..._created`, the time at which a counter began.
+_METRIC = re.compile(
+    r"^vllm:spec_decode_num_(\w+?)(?<!_created)(?:_total)?(?:\{([^}]*)\})?\s+(\S+)$"
+)
 _POSITION = re.compile(r'position="(\d+)"')
 _SUSPECTS = (
     "a sliding window or causality that the engine does not honour, taps counted one off, another chat "

@@ -21,7 +21,7 @@ from safetensors.torch import save
 from dflash_core import extraction
 from dflash_core.config import DEFAULT_CARD, Card, ExtractConfig, TargetConfig
 from dflash_core.errors import CorruptError, InputError
-from dflash_core.hidden_states import HiddenStates, choose_layout, pack_unit, read_layout
+from dflash_core.hidden_states import HiddenStates, Layout, choose_layout, pack_unit, read_layout
 from dflash_core.manifest import Dataset
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import ObjectInfo, Storage
@@ -239,20 +239,30 @@ def garbage(dataset: Dataset, *, older_than: timedelta = timedelta(days=1)) -> l
     newest = datetime.now(UTC) - older_than
     found = [info for info in dataset.storage.list("_index") if info.key != current]
     for folder in ("hidden/c", *(f"{name}/c" for name in layout.side_arrays)):
-        for info in dataset.storage.list(folder):
-            number = int(info.key.removeprefix(f"{folder}/").split("/")[0])
-            pack = number // layout.shards_per_pack if folder == "hidden/c" else number
-            if pack in missing:
-                found.append(info)
+        listed = dataset.storage.list(folder)
+        found += [info for info in listed if _pack_of(layout, info.key) in missing]
     found += dataset.storage.leftovers()
     return [info for info in found if info.modified < newest]
 
 
+def _pack_of(layout: Layout, key: str) -> int | None:
+    """The pack that an object would belong to; None for indices."""
+    name, _, rest = key.partition("/c/")
+    number = rest.partition("/")[0]
+    if not number.isdigit():
+        return None
+    return int(number) // layout.shards_per_pack if name == "hidden" else int(number)
+
+
 def clear(dataset: Dataset, found: Iterable[ObjectInfo]) -> None:
-    """Deletes what `garbage` found."""
+    """Deletes what `garbage` found, but nothing of a pack that was committed meanwhile."""
     hidden, plain, folder = [], [], dataset.storage.local_path
+    layout, missing = read_layout(dataset), set(extraction.missing(dataset))
     for info in found:
-        (hidden if folder and "#" in info.key else plain).append(info.key)
+        if folder and "#" in info.key:
+            hidden.append(info.key)
+        elif (pack := _pack_of(layout, info.key)) is None or pack in missing:
+            plain.append(info.key)
     dataset.storage.delete(plain)
     for key in hidden if folder else ():
         (folder / key).unlink(missing_ok=True)  # the client refuses to name what it hides

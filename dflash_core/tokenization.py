@@ -20,8 +20,7 @@ import os
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from typing import Any
 
 import numpy as np
@@ -40,6 +39,7 @@ from dflash_core.masking import (
     survives,
 )
 from dflash_core.packing import Pack, plan_packs
+from dflash_core.processes import process_pool
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
 from dflash_core.target import identify, load_tokenizer
@@ -121,9 +121,8 @@ def _run(
         chats = _Chats(target, TokenizeConfig(**dataset.config).thinking)
         yield from (_run_unit(dataset, corpus, chats, unit) for unit in todo)
         return
-    # Spawned, not forked: tokenizers and object stores run threads, which a fork would lose.
     what = (dataset.root.url, dataset.path, corpus.path, target)
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with process_pool(processes) as pool:
         for future in as_completed([pool.submit(_run_in_process, *what, unit) for unit in todo]):
             yield future.result()
 

@@ -140,7 +140,7 @@ def spans(units: Sequence[Unit], size: int) -> list[list[Unit]]:
 
 
 class Stage:
-    """One run of a stage inside its flow; ask `has_work` first, then `run`, then `publish`."""
+    """One run of a stage inside its flow: `plan`, `run` if it `has_work`, `publish`."""
 
     def __init__(self, params: StageParams) -> None:
         """Raises DFlashError when this flow run was started too often."""
@@ -157,14 +157,21 @@ class Stage:
         self._dataset: Dataset | None = None
         self._reused = False
 
-    def has_work(self, dataset: Dataset) -> bool:
-        """False when the dataset is sealed already, so that nothing is submitted.
+    def plan(self, make: Callable[..., Dataset], *args: Any) -> Dataset:
+        """The stage's dataset, which `make(*args)` plans.
 
-        With `force`, the first start of a run takes back what is there; a later one continues.
+        With `force`, the first start of a run empties what is there; a later one continues.
         """
-        if self.params.force and self._first_start:
-            dataset.reopen()
+        dataset = make(*args)
+        if (self.params.force and self._first_start) or dataset.half_emptied:
+            dataset.empty()
+            dataset = make(*args)
         self._dataset, self._reused = dataset, dataset.complete
+        return dataset
+
+    @property
+    def has_work(self) -> bool:
+        """False when the dataset is sealed already, so that nothing is submitted."""
         return not self._reused
 
     def run(
@@ -176,6 +183,7 @@ class Stage:
         *,
         span: int,
         job: Job | None = None,
+        devices: Sequence[str] = (),
     ) -> None:
         """Submits a task for each span of units and waits for all; raises what a task raised.
 
@@ -185,9 +193,10 @@ class Stage:
 
         Args:
             job: work that needs the target on a device; the task has it done with `run_units`.
+            devices: GPUs that the tasks use otherwise; other runs of this machine leave them alone meanwhile.
         """
         dataset, left = self._dataset, set(missing) & set(units)
-        assert dataset is not None, "has_work comes first"
+        assert dataset is not None, "plan comes first"
         get_run_logger().info(
             "%d of %d units are missing in %s", len(left), len(units), dataset.url
         )
@@ -195,7 +204,7 @@ class Stage:
         with (
             _told(),
             gpus_on_page(),
-            _devices(job) as width,
+            _devices(job, devices) as width,
             _stage_progress(len(units), len(units) - len(left)) as advance,
         ):
             slots, failed, futures = Semaphore(width), Event(), []
@@ -228,7 +237,7 @@ class Stage:
     def publish(self, table: list[dict] | None = None) -> StageResult:
         """The stage's table on the run's page, a line in its log, and what the next stage needs."""
         dataset, seconds = self._dataset, time.monotonic() - self._start
-        assert dataset is not None, "has_work comes first"
+        assert dataset is not None, "plan comes first"
         facts = dataset.facts
         patiently(
             create_table_artifact,
@@ -268,10 +277,10 @@ def run_units(path: str, units: Sequence, progress: Progress) -> None:
 
 
 @contextmanager
-def _devices(job: Job | None) -> Generator[int]:
+def _devices(job: Job | None, others: Sequence[str]) -> Generator[int]:
     """Opens the job's workers and yields how many spans are done at a time."""
     if job is None:
-        with _stop_when_interrupted():
+        with holding(others), _stop_when_interrupted():
             yield 1
         return
     devices = devices_of(job.runtime, job.stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,7 +75,9 @@ def load_params(model: type[BaseModel], file: Path | None, overrides: list[str])
         except OSError as error:
             raise InputError(f"{file} cannot be read: {error.strerror}") from error
         except yaml.YAMLError as error:
-            raise InputError(f"{file} is not YAML: {error}") from error
+            raise InputError(f"{file} is not YAML: {_one_line(error)}") from error
+        if not isinstance(values, dict):
+            raise InputError(f"{file} holds a {type(values).__name__}, expected names with values")
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
@@ -82,8 +85,17 @@ def load_params(model: type[BaseModel], file: Path | None, overrides: list[str])
         place = values
         *path, last = key.split(".")
         for name in path:
-            place = place.setdefault(name, {})
-        place[last] = yaml.safe_load(value)
+            if place.get(name) is None:
+                place[name] = {}
+            place = place[name]
+            if not isinstance(place, dict):
+                raise InputError(f"--set {text!r}: {name} has the value {place!r} and no parts")
+        try:
+            place[last] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise InputError(
+                f"--set {text!r}: the value is not YAML ({_one_line(error)}); quote it"
+            ) from error
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -94,6 +106,15 @@ def load_params(model: type[BaseModel], file: Path | None, overrides: list[str])
             f"parameter {where}: {first['msg']}, got {first['input']!r}{more}; "
             "--parameters lists what is known"
         ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def given(key: str, value: Any) -> str:
+    """An override with exactly this value, which YAML might read otherwise."""
+    return f"{key}={json.dumps(value)}"
 
 
 def parameter_table(model: type[BaseModel]) -> Table:
@@ -127,9 +148,9 @@ def run_flow(module: str, params: models.StageParams) -> Any:
     return flow(params)
 
 
-def _named(root: str, target: str) -> list[str]:
+def named(root: str, target: str) -> list[str]:
     """The options --root and --target as overrides."""
-    return [f"root={root}"] * bool(root) + [f"target.id={target}"] * bool(target)
+    return [given("root", root)] * bool(root) + [given("target.id", target)] * bool(target)
 
 
 def _command(name: str, module: str, model: type[BaseModel], text: str) -> None:
@@ -143,7 +164,7 @@ def _command(name: str, module: str, model: type[BaseModel], text: str) -> None:
         if parameters:
             console.print(parameter_table(model))
             return
-        params = load_params(model, config, [*overrides, *_named(root, target)])
+        params = load_params(model, config, [*overrides, *named(root, target)])
         result = run_flow(module, params)
         if name != "run":
             console.print(f"{'reused' if result.reused else 'wrote'} {result.url}")
@@ -168,7 +189,7 @@ def plan(
     if parameters:
         console.print(parameter_table(models.PlanParams))
         return
-    params = load_params(models.PlanParams, config, [*overrides, *_named(root, target)])
+    params = load_params(models.PlanParams, config, [*overrides, *named(root, target)])
     from dflash_core.manifest import Dataset
     from dflash_core.storage import Storage
     from flows.plan import estimated, rows
@@ -192,7 +213,7 @@ def deploy(
     if parameters:
         console.print(parameter_table(Setup))
         return
-    for line in deploy(load_params(Setup, None, [f"profile={profile}", *overrides])):
+    for line in deploy(load_params(Setup, None, [given("profile", profile), *overrides])):
         console.print(line, highlight=False, soft_wrap=True)
 
 
@@ -215,13 +236,16 @@ def server(
 @app.command()
 def worker(
     queue: Annotated[str, typer.Option(help="gpu or cpu; empty takes runs of both.")] = "",
-    limit: Annotated[int, typer.Option(help="Runs at a time.")] = 1,
+    limit: Annotated[
+        int, typer.Option(help="Runs at a time; 0 is 1 for gpu, else 8: some only wait for others.")
+    ] = 0,
 ) -> None:
     """Becomes a Prefect worker of the pool `dflash`, with this project's settings."""
     import os
     import socket
 
     options = ["--pool", "dflash", "--name", f"{socket.gethostname()}-{queue or 'all'}"]
+    limit = limit or (1 if queue == "gpu" else 8)
     options += ["--work-queue", queue] * bool(queue) + ["--limit", str(limit)]
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
 
@@ -237,9 +261,12 @@ def status(
     storage = Storage.from_url(root)
     table = Table("dataset", "state", "units", box=None, pad_edge=False)
     for stage in ("corpora", "tokens", "hidden", "runs", "evaluations", "served", "exports"):
-        names = sorted({info.key.split("/")[0] for info in storage.child(stage).list()})
-        for name in names:
-            dataset = Dataset.open(storage, f"{stage}/{name}")
+        for name in storage.child(stage).folders():
+            try:
+                dataset = Dataset.open(storage, f"{stage}/{name}")
+            except (FileNotFoundError, DFlashError):
+                table.add_row(f"{stage}/{name}", "no dataset", "")
+                continue
             state = "complete" if dataset.complete else "unfinished"
             table.add_row(dataset.path, state, f"{len(dataset.committed()):,}")
     console.print(table)

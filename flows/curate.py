@@ -26,8 +26,8 @@ def curate_units(params: CurateParams, path: str, units: list[str]) -> None:
 def curate(params: CurateParams) -> StageResult:
     """Reads, normalizes, filters and deduplicates conversations; every row is kept or rejected with a reason."""
     stage = Stage(params)
-    dataset = curation.plan(stage.root, params.name, params.curate)
-    if stage.has_work(dataset):
+    dataset = stage.plan(curation.plan, stage.root, params.name, params.curate)
+    if stage.has_work:
         units = curation.units(dataset)
         stage.run(curate_units, params, units, curation.missing(dataset), span=1)
         curation.seal(dataset)

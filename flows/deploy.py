@@ -141,12 +141,12 @@ def _check(setup: Setup) -> None:
         raise InputError(f"code {setup.code!r} is not an s3:// URL")
     if setup.profile == "cluster" and not (setup.git or setup.code):
         raise InputError(
-            "workers of a cluster need the code: give --git and --commit, or --code s3://..."
+            "workers of a cluster need the code: give -s git=... -s commit=..., or -s code=s3://..."
         )
     if setup.pool_type != "process" and setup.profile != "cluster":
         raise InputError(f"a {setup.pool_type} pool needs --profile cluster")
     if setup.pool_type != "process" and setup.gpus < 1:
-        raise InputError(f"--gpus is needed: how many GPUs a {setup.pool_type} job asks for")
+        raise InputError(f"-s gpus=N is needed: how many GPUs a {setup.pool_type} job asks for")
     if setup.store_credentials and not os.environ.get("AWS_ACCESS_KEY_ID"):
         raise InputError("AWS_ACCESS_KEY_ID is not set; there are no credentials to store")
 
@@ -265,7 +265,7 @@ def _notification(client: Any, slug: str) -> Any:
         return client.read_block_document_by_name(name, kind).id
     except ObjectNotFound:
         raise InputError(
-            f"block {slug!r} does not exist; make it under Blocks in the UI, or leave --notify away"
+            f"block {slug!r} does not exist; make it under Blocks in the UI, or leave notify away"
         ) from None
 
 

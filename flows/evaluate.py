@@ -46,10 +46,17 @@ def evaluate(params: EvaluateParams) -> StageResult:
     stage = Stage(params)
     run = Dataset.open(stage.root, params.run)
     corpus = Dataset.open(stage.root, params.corpus)
-    dataset = evaluation.plan(
-        stage.root, params.name, run, corpus, params.target, params.evaluate, params.compare
+    dataset = stage.plan(
+        evaluation.plan,
+        stage.root,
+        params.name,
+        run,
+        corpus,
+        params.target,
+        params.evaluate,
+        params.compare,
     )
-    if stage.has_work(dataset):
+    if stage.has_work:
         units = evaluation.units(dataset)
         missing = evaluation.missing(dataset)
         job = Job.filling(

@@ -30,7 +30,8 @@ def export(params: ExportParams) -> StageResult:
     """Writes the drafter in the layouts of serving engines; each is reloaded and compared before it counts."""
     stage = Stage(params)
     run = Dataset.open(stage.root, params.run)
-    dataset = exporting.plan(
+    dataset = stage.plan(
+        exporting.plan,
         stage.root,
         params.name,
         run,
@@ -38,7 +39,7 @@ def export(params: ExportParams) -> StageResult:
         params.export,
         _evaluation(stage.root, params),
     )
-    if stage.has_work(dataset):
+    if stage.has_work:
         units = exporting.units(dataset)
         stage.run(export_layout, params, units, exporting.missing(dataset), span=len(units))
         exporting.seal(dataset)

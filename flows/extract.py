@@ -28,8 +28,8 @@ def extract_span(params: ExtractParams, path: str, units: list[int]) -> None:
 def extract_units(params: ExtractParams, path: str, units: list[int]) -> None:
     """Extracts some packs with the GPUs of this machine; a child run of `extract`."""
     stage = Stage(params)
-    dataset = Dataset.open(stage.root, path)
-    if stage.has_work(dataset):
+    dataset = stage.plan(Dataset.open, stage.root, path)
+    if stage.has_work:
         _run_here(stage, params, dataset, units)
 
 
@@ -38,8 +38,10 @@ def extract(params: ExtractParams) -> StageResult:
     """Runs the target over the packs and stores the tapped layers in a Zarr array, one commit record a pack."""
     stage = Stage(params)
     tokens = Dataset.open(stage.root, params.tokens)
-    dataset = extraction.plan(stage.root, params.name, tokens, params.target, params.extract)
-    if stage.has_work(dataset):
+    dataset = stage.plan(
+        extraction.plan, stage.root, params.name, tokens, params.target, params.extract
+    )
+    if stage.has_work:
         units = extraction.units(dataset)
         if params.runtime.units_per_run:
             fan_out.run("extract_units/default", params, dataset, units, extraction.missing)

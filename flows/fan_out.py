@@ -36,6 +36,8 @@ POLL_S = 5.0
 MAX_CRASHES = 5  # of one span or stage, before the run that waits for it gives up
 # An automation starts crashed runs of whole stages again; until this has passed, it may still do so.
 CRASH_GRACE_S = 120.0
+# A run that no worker takes for so long is worth a line in the log.
+TAKEN_WITHIN_S = 60.0
 
 
 def run(
@@ -101,7 +103,7 @@ class _Span:
         while True:
             key = f"{self._key}:{self._attempt}"
             child = _start(self._deployment, self._parameters, self._name, key)
-            if not _is_final(child):
+            if not _is_over(child):
                 return child.id
             self._attempt += 1
 
@@ -122,7 +124,7 @@ def run_stage(flow_name: str, deployment: str, params: StageParams) -> StageResu
     with get_client(sync_client=True) as client:
         for attempt in count(1):
             child = _start(deployment, parameters, name, f"{flow_run.id}:{flow_name}:{attempt}")
-            if _is_final(child) and not _is_completed(child):
+            if _is_over(child) and not _is_completed(child):
                 continue  # it ended before this pipeline run was started again
             try:
                 child = _wait(client, child.id)
@@ -150,11 +152,19 @@ def _must_have_crashed(child: FlowRun, crashes: int) -> None:
 
 def _wait(client: SyncPrefectClient, run_id: UUID) -> FlowRun:
     """The run once it is over; a crashed one has some time to be started again."""
-    crashed_at = 0.0
+    crashed_at, told, began = 0.0, False, time.monotonic()
     while True:
         child = patiently(client.read_flow_run, run_id)
         if not _is_final(child):
             crashed_at = 0.0
+            if not told and _is_untaken(child) and time.monotonic() - began > TAKEN_WITHIN_S:
+                get_run_logger().warning(
+                    "no worker has taken run %r yet: queue %r needs one with a free slot, besides those that runs like "
+                    "this one hold while they wait (dflash worker --limit)",
+                    child.name,
+                    child.work_queue_name,
+                )
+                told = True
         elif child.state is None or child.state.type != StateType.CRASHED:
             return child
         elif not crashed_at:
@@ -200,6 +210,15 @@ def _cancel(client: SyncPrefectClient, ids: list[UUID]) -> None:
 
 def _is_final(child: FlowRun) -> bool:
     return child.state is not None and child.state.is_final()
+
+
+def _is_over(child: FlowRun) -> bool:
+    """Final, or about to be: a parent that was told to stop has cancelled its children."""
+    return _is_final(child) or (child.state is not None and child.state.is_cancelling())
+
+
+def _is_untaken(child: FlowRun) -> bool:
+    return child.state is not None and child.state.is_scheduled()
 
 
 def _is_completed(child: FlowRun) -> bool:

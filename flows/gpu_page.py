@@ -40,7 +40,7 @@ def read() -> list[Gpu]:
 
 def _gpu(index: str, name: str, busy: str, used: str, total: str, watts: str, heat: str) -> Gpu:
     """A value that a card does not know is printed as [N/A]."""
-    gib = [f"{float(mib) / 1024:.1f}" for mib in (used, total)]
+    gib = [f"{int(mib) / 1024:.1f}" if mib.isdigit() else mib for mib in (used, total)]
     text = f"{name}: {busy} % busy, {gib[0]} of {gib[1]} GiB, {watts} W, {heat} °C"
     return Gpu(int(index), float(busy) if busy.isdigit() else 0.0, text)
 

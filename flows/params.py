@@ -36,7 +36,8 @@ class StageParams(Config):
     runtime: Runtime = Runtime()
     """How and where to compute."""
     force: bool = False
-    """Compute again what is finished already: the run takes back manifest and commit records, then starts over.
+    """Compute again what is finished already: the run deletes what is there, then starts over. What was made from it
+    stays as it is, unless the pipeline is forced, which does all stages anew.
     Wanted after a change that fingerprints cannot see, such as a driver's or a library's."""
 
 

@@ -38,8 +38,8 @@ def regenerate_part(params: RegenerateParams, path: str, units: list[str]) -> No
 def regenerate_units(params: RegenerateParams, path: str, units: list[str]) -> None:
     """Answers some parts of the corpus with the GPUs of this machine; a child run of `regenerate`."""
     stage = Stage(params)
-    dataset = Dataset.open(stage.root, path)
-    if stage.has_work(dataset):
+    dataset = stage.plan(Dataset.open, stage.root, path)
+    if stage.has_work:
         _run_here(stage, params, dataset, units)
 
 
@@ -48,8 +48,10 @@ def regenerate(params: RegenerateParams) -> StageResult:
     """Replaces every answer by the target's own, so that the drafter learns what it will have to predict."""
     stage = Stage(params)
     corpus = Dataset.open(stage.root, params.corpus)
-    dataset = regeneration.plan(stage.root, params.name, corpus, params.target, params.regenerate)
-    if stage.has_work(dataset):
+    dataset = stage.plan(
+        regeneration.plan, stage.root, params.name, corpus, params.target, params.regenerate
+    )
+    if stage.has_work:
         units = regeneration.units(dataset)
         if params.runtime.units_per_run:
             fan_out.run("regenerate_units/default", params, dataset, units, regeneration.missing)

@@ -9,6 +9,7 @@ from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.params import ServedParams
+from flows.server import patiently
 
 
 @stage_task
@@ -25,12 +26,13 @@ def served(params: ServedParams) -> StageResult:
     """Drives a vLLM or SGLang server and reads its counters; warns where they part from the evaluation."""
     stage = Stage(params)
     measured = Dataset.open(stage.root, params.evaluation)
-    dataset = serving.plan(stage.root, params.name, measured, params.served)
-    if stage.has_work(dataset):
+    dataset = stage.plan(serving.plan, stage.root, params.name, measured, params.served)
+    if stage.has_work:
         units = serving.units(params.served)
         stage.run(ask_server, params, units, serving.missing(dataset), span=len(units))
         serving.seal(dataset)
-    create_markdown_artifact(dataset.storage.get("report.md").decode(), key="served-report")
+    report = dataset.storage.get("report.md").decode()
+    patiently(create_markdown_artifact, report, key="served-report")
     return stage.publish()
 
 

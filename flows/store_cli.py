@@ -55,16 +55,15 @@ def plan(
     ] = False,
 ) -> None:
     """Tokens, packs, objects, bytes, device hours and dollars, before anything is spent."""
-    from flows.cli import load_params, parameter_table
+    from flows.cli import given, load_params, named, parameter_table
 
     if parameters:
         console.print(parameter_table(PlanParams))
         return
-    given = [f"root={root}", f"tokens={tokens}"]
-    given += [f"target.id={target}"] * bool(target)
-    given += [f"tokens_per_s={tokens_per_s}"] * bool(tokens_per_s)
-    given += [f"card={card}"]
-    params = load_params(PlanParams, None, [*overrides, *given])
+    overrides = [*overrides, *named(root, target), given("tokens", tokens), given("card", card)]
+    if tokens_per_s:
+        overrides.append(given("tokens_per_s", tokens_per_s))
+    params = load_params(PlanParams, None, overrides)
 
     from dflash_core import store
     from dflash_core.manifest import Dataset

@@ -30,8 +30,10 @@ def tokenize(params: TokenizeParams) -> StageResult:
     """Renders conversations with the target's chat template, marks what the target would generate, and plans the packs."""
     stage = Stage(params)
     corpus = Dataset.open(stage.root, params.corpus)
-    dataset = tokenization.plan(stage.root, params.name, corpus, params.target, params.tokenize)
-    if stage.has_work(dataset):
+    dataset = stage.plan(
+        tokenization.plan, stage.root, params.name, corpus, params.target, params.tokenize
+    )
+    if stage.has_work:
         units = tokenization.units(dataset, corpus)
         missing = tokenization.missing(dataset, corpus)
         stage.run(tokenize_parts, params, units, missing, span=PARTS_PER_TASK)

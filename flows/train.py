@@ -33,10 +33,13 @@ def train(params: TrainParams) -> StageResult:
     """Trains a drafter on stored hidden states; a run that was interrupted goes on from its newest checkpoint."""
     stage = Stage(params)
     hidden = Dataset.open(stage.root, params.hidden)
-    dataset = training.plan(stage.root, params.name, hidden, params.target, params.train)
-    if stage.has_work(dataset):
+    dataset = stage.plan(
+        training.plan, stage.root, params.name, hidden, params.target, params.train
+    )
+    if stage.has_work:
         units = training.units(params.train)
-        stage.run(train_run, params, units, training.missing(dataset), span=len(units))
+        missing, devices = training.missing(dataset), launch.devices_of(params.runtime)
+        stage.run(train_run, params, units, missing, span=len(units), devices=devices)
         training.seal(dataset, hidden)
     _show_curves(dataset)
     return stage.publish()

@@ -73,6 +73,7 @@ class Engine(ThreadingHTTPServer):
             lines.append(
                 f"vllm:spec_decode_num_accepted_tokens_per_pos_total{place} {float(count)}"
             )
+            lines.append(f"vllm:spec_decode_num_accepted_tokens_per_pos_created{place} 1.7e9")
         return "\n".join(lines) + "\n"
 
 

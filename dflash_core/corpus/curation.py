@@ -9,12 +9,11 @@ the rows that stay into the parts that `rows.read_rows` reads. For every source,
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from itertools import islice
 from typing import Any
 
@@ -34,6 +33,7 @@ from dflash_core.corpus.selection import select
 from dflash_core.corpus.source_parts import SourceReader, part_unit, part_units, read
 from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset
+from dflash_core.processes import process_pool
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
 
@@ -304,8 +304,7 @@ def _read_side_by_side(
 ) -> int:
     """Reads a source in several processes, each of which parses its own parts. Returns its rows."""
     common = (dataset.root.url, dataset.path, config.model_dump_json(), unit, processes)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with process_pool(processes) as pool:
         shares = [pool.submit(_read_share, *common, share) for share in range(processes)]
         going = set(shares)
         while going:

@@ -94,7 +94,7 @@ def test_what_is_in_it_stays_when_the_budget_is_spent(stored, tmp_path, fetched)
 
 
 def test_what_nobody_uses_any_more_makes_room(stored, tmp_path):
-    old = tmp_path / "of another run"
+    old = tmp_path / ("0" * 32)  # of another run
     old.write_bytes(bytes(7000))
     os.utime(old, (1, 1))
     read_all(HiddenStates.open(stored, cache=ObjectCache(tmp_path, 8000)))
@@ -102,12 +102,21 @@ def test_what_nobody_uses_any_more_makes_room(stored, tmp_path):
     assert files(tmp_path)
 
 
+def test_what_others_keep_in_the_folder_is_left_alone(stored, tmp_path):
+    theirs = tmp_path / "thesis.tar"
+    theirs.write_bytes(bytes(9000))
+    (tmp_path / "lost+found").mkdir()
+    os.utime(theirs, (1, 1))
+    os.utime(tmp_path / "lost+found", (1, 1))
+    read_all(HiddenStates.open(stored, cache=ObjectCache(tmp_path, 8000)))
+    assert theirs.exists()
+    assert len(files(tmp_path)) > 1
+
+
 def test_a_cache_disk_that_refuses_costs_a_warning_and_no_read(stored, tmp_path, caplog):
     folder = tmp_path / "cache"
     cache = ObjectCache(folder, 10**6)
     folder.rmdir()
     folder.write_text("not a folder any more")
-    cache._make_room = lambda size: 0  # ty: ignore[invalid-assignment]
-    cache.find = lambda *_: None  # ty: ignore[invalid-assignment]
     read_all(HiddenStates.open(stored, cache=cache))
     assert "nothing more is kept" in caplog.text

@@ -6,7 +6,7 @@ import torch
 from dflash_core import launch
 from dflash_core.checkpoint import load_drafter, read_metrics, restore_optimizer
 from dflash_core.config import Runtime, TrainConfig
-from dflash_core.errors import DFlashError, InputError
+from dflash_core.errors import DeviceError, DFlashError, InputError
 from dflash_core.optim import Optimizer
 from dflash_core.ranks import Ranks
 from dflash_core.storage import Storage
@@ -133,5 +133,5 @@ def test_a_child_that_dies_is_reported_with_its_last_lines(root, hidden, target)
     dataset = plan(root, "gone", hidden, target, CONFIG)
     gone = hidden.__class__(root, "hidden/gone-000000000000", hidden.request)
     runtime = Runtime(device="cpu", train_processes=2)
-    with pytest.raises(RuntimeError, match=r"ended with 1:\n(.|\n)*is not a dataset"):
+    with pytest.raises(DeviceError, match=r"ended with 1:\n(.|\n)*is not a dataset"):
         launch.run(dataset, gone, target, runtime)

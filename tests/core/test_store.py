@@ -13,7 +13,7 @@ from dflash_core import extraction
 from dflash_core.config import ExtractConfig
 from dflash_core.errors import IncompleteError, InputError
 from dflash_core.manifest import Dataset
-from dflash_core.store import Finding, estimate, export_sample, garbage, repair, verify
+from dflash_core.store import Finding, clear, estimate, export_sample, garbage, repair, verify
 from tests import targets
 from tests.core.test_hidden_states import (
     CONFIG,
@@ -115,6 +115,16 @@ def test_garbage_is_what_no_record_names_and_is_old_enough(root, tokens):
     assert found == {"hidden/c/0/0/0", "input_ids/c/0", "loss_mask/c/0"}
     dataset.storage.delete(found)
     assert verify(dataset, "full") == [Finding(0, "has no commit record")]
+
+
+def test_what_was_committed_meanwhile_is_not_cleared(root, tokens):
+    dataset = write(plan(root, tokens), tokens)
+    dataset.storage.delete(["_commits/00000000.json", "_commits/00000001.json"])
+    found = garbage(dataset, older_than=timedelta(0))
+    write(dataset, tokens, packs=[0])  # adopts what lies there
+    clear(dataset, found)
+    assert verify(dataset, "full") == [Finding(1, "has no commit record")]
+    assert not [info for info in dataset.storage.list() if "/c/1" in info.key]
 
 
 def test_a_sample_is_exported_with_its_tokens(stored, tokens):

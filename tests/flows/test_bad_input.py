@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 import yaml
 
-from flows.cli import main
+from dflash_core.errors import InputError
+from flows.cli import load_params, main, named
+from flows.params import PipelineParams
 from tests import targets
 from tests.flows import pipeline_case as case
 from tests.s3 import BUCKET, SECRET
@@ -57,6 +60,32 @@ def test_numbers_that_are_none(refused):
     )
     target = {"template_options": {"temperature": float("inf")}}
     assert "finite number" in refused(target=target)
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "words"),
+    [
+        ("", "publish_to=@x", "the value is not YAML"),
+        ("- a\n- b\n", "name=x", "holds a list"),
+        ("train: [", "name=x", "is not YAML"),
+        ("train: 3", "train.num_steps=3", "train has the value 3"),
+        ("", "name", "has no '='"),
+    ],
+)
+def test_parameters_that_cannot_be_read(tmp_path, text, override, words):
+    file = tmp_path / "pipeline.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=re.escape(words)) as refused:
+        load_params(PipelineParams, file, [override])
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_an_override_fills_an_empty_part_and_keeps_paths_as_they_are(tmp_path):
+    file = tmp_path / "pipeline.yaml"
+    file.write_text("train:\n")
+    params = load_params(PipelineParams, file, ["train.num_steps=3", *named("/mnt/data #2", "yes")])
+    assert params.train.num_steps == 3
+    assert (params.root, params.target.id) == ("/mnt/data #2", "yes")
 
 
 def test_unreadable_dataset(refused, tmp_path):

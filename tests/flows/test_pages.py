@@ -45,7 +45,7 @@ def test_gpus_are_read_from_nvidia_smi(tmp_path, monkeypatch):
     fake_nvidia_smi(
         tmp_path,
         monkeypatch,
-        "0, NVIDIA H200, 87, 62669, 143771, 412.50, 54\n1, NVIDIA H200, [N/A], 0, 143771, [N/A], 30",
+        "0, NVIDIA H200, 87, 62669, 143771, 412.50, 54\n1, NVIDIA H200, [N/A], [N/A], [N/A], [N/A], 30",
     )
     first, second = read()
     assert (first.index, first.busy) == (0, 87.0)

@@ -17,6 +17,10 @@ from tests.s3 import KEY, SECRET
 UNITS = ["a", "b", "c"]
 
 
+def planned(root: Storage, name: str) -> Dataset:
+    return Dataset.create(root, "tokens", name, version=1, config={}, inputs={})
+
+
 class SmallParams(StageParams):
     """Nothing but what every stage has."""
 
@@ -38,8 +42,8 @@ def small_stage(ran: list[str]):
     @stage_flow
     def small(params: SmallParams) -> str:
         stage = Stage(params)
-        dataset = Dataset.create(stage.root, "tokens", params.name, version=1, config={}, inputs={})
-        if stage.has_work(dataset):
+        dataset = stage.plan(planned, stage.root, params.name)
+        if stage.has_work:
             missing = [unit for unit in UNITS if unit not in dataset.committed()]
             stage.run(write_unit, params, UNITS, missing, span=1)
         return dataset.path
@@ -100,6 +104,27 @@ def test_force_does_finished_work_again_in_the_same_place(prefect_server, tmp_pa
     assert ran == UNITS * 2
     small(params)
     assert ran == UNITS * 2
+
+
+def test_what_a_killed_run_left_half_emptied_is_emptied_by_the_next(tmp_path, monkeypatch):
+    from flows._common import Stage
+
+    params = SmallParams(root=str(tmp_path))
+    dataset = planned(Storage.from_url(params.root), params.name)
+    dataset.commit("a", {})
+    dataset.storage.put("data/a", b"old")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "delete", killed)
+        with pytest.raises(KeyboardInterrupt):
+            dataset.empty()
+    stage = Stage(params)
+    stage.plan(planned, stage.root, params.name)
+    assert stage.has_work
+    assert [info.key for info in dataset.storage.list()] == ["request.json"]
 
 
 def test_a_run_that_crashes_again_and_again_gives_up(monkeypatch, tmp_path):
