@@ -255,7 +255,11 @@ def _pack_of(layout: Layout, key: str) -> int | None:
 
 
 def clear(dataset: Dataset, found: Iterable[ObjectInfo]) -> None:
-    """Deletes what `garbage` found, but nothing of a pack that was committed meanwhile."""
+    """Deletes what `garbage` found, but nothing of a pack that was committed meanwhile.
+
+    A writer adopts objects that it finds. One that does so and commits in the very moment of deletion has its
+    pack taken back, which is work again.
+    """
     hidden, plain, folder = [], [], dataset.storage.local_path
     layout, missing = read_layout(dataset), set(extraction.missing(dataset))
     for info in found:
@@ -266,6 +270,9 @@ def clear(dataset: Dataset, found: Iterable[ObjectInfo]) -> None:
     dataset.storage.delete(plain)
     for key in hidden if folder else ():
         (folder / key).unlink(missing_ok=True)  # the client refuses to name what it hides
+    raced = missing - set(extraction.missing(dataset))
+    hit = raced & {_pack_of(layout, key) for key in plain}
+    repair(dataset, [Finding(pack, "was cleared away") for pack in hit])
 
 
 def export_sample(dataset: Dataset, index: int) -> bytes:

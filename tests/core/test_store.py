@@ -13,6 +13,7 @@ from dflash_core import extraction
 from dflash_core.config import ExtractConfig
 from dflash_core.errors import IncompleteError, InputError
 from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
 from dflash_core.store import Finding, clear, estimate, export_sample, garbage, repair, verify
 from tests import targets
 from tests.core.test_hidden_states import (
@@ -29,8 +30,6 @@ from tests.stores import PlannedTokens
 
 @pytest.fixture
 def root(tmp_path):
-    from dflash_core.storage import Storage
-
     return Storage.from_url(str(tmp_path))
 
 
@@ -125,6 +124,21 @@ def test_what_was_committed_meanwhile_is_not_cleared(root, tokens):
     clear(dataset, found)
     assert verify(dataset, "full") == [Finding(1, "has no commit record")]
     assert not [info for info in dataset.storage.list() if "/c/1" in info.key]
+
+
+def test_a_pack_that_is_committed_while_it_is_cleared_becomes_work(root, tokens, monkeypatch):
+    dataset = write(plan(root, tokens), tokens)
+    dataset.storage.delete(["_commits/00000000.json"])
+    found, delete = garbage(dataset, older_than=timedelta(0)), Storage.delete
+
+    def in_between(storage: Storage, keys: list[str]) -> None:
+        monkeypatch.setattr(Storage, "delete", delete)
+        write(dataset, tokens, packs=[0])
+        delete(storage, keys)
+
+    monkeypatch.setattr(Storage, "delete", in_between)
+    clear(dataset, found)
+    assert verify(dataset, "full") == [Finding(0, "has no commit record")]
 
 
 def test_a_sample_is_exported_with_its_tokens(stored, tokens):
