@@ -11,6 +11,7 @@ import typer
 import yaml
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dflash_core.errors import DFlashError, InputError
@@ -303,7 +304,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments)
     except (DFlashError, FileNotFoundError) as error:  # the second: a dataset that was never begun
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        text = f"[red]error:[/red] {escape(str(error))}"
+        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         sys.exit(1)
 
 

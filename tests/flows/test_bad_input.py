@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from dflash_core.errors import InputError
+from dflash_core.manifest import Dataset
+from dflash_core.storage import Storage
 from flows.cli import load_params, main, named
 from flows.params import PipelineParams
 from tests import targets
@@ -50,6 +52,10 @@ def test_unknown_target(refused):
     assert "'/no/such/folder' does not exist" in refused(target={"id": "/no/such/folder"})
 
 
+def test_brackets_are_not_markup(refused):
+    assert "got '[red]'" in refused(name="[red]")
+
+
 def test_unknown_parameter_names_it(refused):
     assert "train.num_stepz" in refused(train={"num_stepz": 3})
 
@@ -86,6 +92,19 @@ def test_an_override_fills_an_empty_part_and_keeps_paths_as_they_are(tmp_path):
     params = load_params(PipelineParams, file, ["train.num_steps=3", *named("/mnt/data #2", "yes")])
     assert params.train.num_steps == 3
     assert (params.root, params.target.id) == ("/mnt/data #2", "yes")
+
+
+def test_a_stray_folder_does_not_hide_the_datasets(tmp_path, capsys):
+    root = Storage.from_url(str(tmp_path))
+    root.put("hidden/notes/todo.txt", b"")
+    dataset = Dataset.create(root, "hidden", "demo", version=1, config={}, inputs={})
+    dataset.commit("00000000", {})
+    with pytest.raises(SystemExit) as stop:
+        main(["status", str(tmp_path)])
+    assert not stop.value.code
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [dataset.path, "unfinished", "1"] in lines
+    assert ["hidden/notes", "no", "dataset"] in lines
 
 
 def test_unreadable_dataset(refused, tmp_path):
