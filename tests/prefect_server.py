@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import urllib.request
 from pathlib import Path
 
 from flows import SETTINGS
+from tests.ports import free_ports
 
 HOME = Path(__file__).parents[1]
 RUNS = ("prefect.engine", "prefect.flow_engine")  # words in the command of a run's process
@@ -23,9 +23,7 @@ class PrefectServer:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.api_url = f"http://127.0.0.1:{self.port}/api"
         self._process: subprocess.Popen | None = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.request import urlopen
+
+from tests.ports import free_ports
 
 KEY, SECRET, BUCKET = "testkey", "testsecret1234", "dflash-test"
 
@@ -26,7 +27,7 @@ class S3Server:
     def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
         self.folder = folder
         self.options = options
-        *self.ports, self.metrics_port = _free_ports(6)
+        *self.ports, self.metrics_port = free_ports(6, beside=10_000)  # where the server puts gRPC
         self.endpoint = f"http://127.0.0.1:{self.ports[0]}"
         self._process: subprocess.Popen | None = None
 
@@ -126,19 +127,3 @@ class S3Server:
         raise RuntimeError(
             f"SeaweedFS did not start:\n{(self.folder / 'weed.log').read_text()[-3000:]}"
         )
-
-
-def _free_ports(count: int) -> list[int]:
-    """Free ports whose number + 10000, where the server puts gRPC, is free as well."""
-    ports: list[int] = []
-    candidate = 18000 + os.getpid() % 20000
-    while len(ports) < count:
-        candidate += 1
-        if candidate not in ports and all(_is_free(p) for p in (candidate, candidate + 10000)):
-            ports.append(candidate)
-    return ports
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        return port < 65536 and probe.connect_ex(("127.0.0.1", port)) != 0

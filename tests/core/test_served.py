@@ -1,6 +1,5 @@
 """Regeneration over real HTTP servers that speak OpenAI's chat protocol, some of them badly."""
 
-import socket
 import subprocess
 import sys
 
@@ -19,6 +18,7 @@ from dflash_core.storage import Storage
 from tests import chats
 from tests.chat_server import ChatServer, reply, status
 from tests.chats import REWRITING, STABLE, assistant, user
+from tests.ports import free_ports
 from tests.templates import FAMILIES
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -490,9 +490,7 @@ def test_a_call_that_is_no_json_or_was_cut_is_no_answer():
 def transformers_serve():
     """The demo target behind `transformers serve`."""
     pytest.importorskip("openai", reason="transformers serve needs openai")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     command = [sys.executable, "-m", "transformers.cli.transformers", "serve", "demo/target"]
     options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
     server = subprocess.Popen([*command, *options], stderr=subprocess.DEVNULL)

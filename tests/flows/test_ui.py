@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from dflash_core.storage import Storage
 from flows.params import ExtractParams
 from tests import targets
 from tests.flows import pipeline_case as case
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -29,9 +29,7 @@ BIN = Path(sys.executable).parent
 def ui(tmp_path_factory):
     """The running command, and an environment in which `prefect` talks to its server."""
     tmp_path = tmp_path_factory.mktemp("ui")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"PREFECT_HOME": str(tmp_path / "home"), "PATH": path}
     log = tmp_path / "up.log"
