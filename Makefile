@@ -2,6 +2,7 @@
 # make test        the fast tests; make test-slow runs slow ones and real servers, make test-peers others' code
 # make check       lint, format and types
 # make ui          Prefect server, worker and deployments on this machine
+# make clean       removes .venv; make clean-data all datasets and runs under data
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +13,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_COMPILE_BYTECODE = 1
 TORCH ?= torch==2.13.0
 
-.PHONY: demo demo-smollm2 test test-slow test-peers test-all check audit ui setup clean
+.PHONY: demo demo-smollm2 test test-slow test-peers test-all check audit ui setup clean clean-data
 
 setup: .venv/installed
 
@@ -61,7 +62,10 @@ ui: .venv/installed
 	deployments/up
 
 clean:
-	rm -rf .venv data .prefect
+	rm -rf .venv
+
+clean-data:
+	rm -rf data .prefect
 
 # Versions that were tested together. No torch or CUDA packages: those depend on the machine.
 constraints.txt: pyproject.toml

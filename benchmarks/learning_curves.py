@@ -1,6 +1,7 @@
-"""Acceptance length on held-out prompts against training steps, for decay and D-PACE, as table and picture.
+r"""Acceptance length on held-out prompts against training steps, for decay and D-PACE, as table and picture.
 
-    python benchmarks/learning_curves.py demo/demo.yaml --root data --picture docs/learning_curves.png
+    python benchmarks/learning_curves.py demo/demo.yaml --root data --hidden hidden/demo-... \
+        --corpus corpora/demo-regenerated-... --picture docs/learning-curves.png
 
 Everything before training is the pipeline's, reused where it exists. The target answers the prompts once;
 every checkpoint of every run is then replayed on these answers (`dflash_core/replay.py`).

@@ -1,4 +1,4 @@
-"""Seconds per training step on a CPU, random data; prints the table of docs/training.md.
+"""Seconds per training step on a CPU, random data; prints a table.
 
 Run: OMP_NUM_THREADS=2 python benchmarks/training_cpu.py
 """

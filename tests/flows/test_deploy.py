@@ -73,6 +73,33 @@ def test_stored_credentials_reach_runs_by_reference_only(prefect_server, s3_serv
 
 @pytest.mark.server
 @pytest.mark.timeout(400)
+def test_a_file_is_submitted_over_the_deployments_own_parameters(prefect_server, tmp_path, capsys):
+    from prefect.client.orchestration import get_client
+
+    from flows.cli import main
+
+    prefect_server.deploy()
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\ntrain: {num_steps: 7}\n")
+    with pytest.raises(SystemExit) as stop:
+        main(["submit", "pipeline/cluster", str(file), "--set", "runtime.span_packs=2"])
+    assert not stop.value.code
+    with get_client(sync_client=True) as client:
+        own = client.read_deployment_by_name("pipeline/cluster").parameters["params"]
+        (run,) = [run for run in client.read_flow_runs() if run.name == "pipeline-mine"]
+        client.delete_flow_run(run.id)
+    params = run.parameters["params"]
+    assert own["stages_run"] == params["stages_run"] == "as-deployments"
+    assert own["runtime"]["units_per_run"] == params["runtime"]["units_per_run"] > 0
+    assert (params["train"]["num_steps"], params["runtime"]["span_packs"]) == (7, 2)
+    assert str(run.id) in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["submit", "pipeline/none", str(file)])
+    assert "'pipeline/none' does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
 def test_a_gpu_is_held_by_one_run_at_a_time(prefect_server):
     from prefect.client.orchestration import get_client
 
