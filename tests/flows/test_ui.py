@@ -130,7 +130,7 @@ def test_a_person_finds_the_form_starts_a_run_and_sees_it_work(ui, page, tmp_pat
     page.get_by_text("Completed", exact=True).first.wait_for(timeout=200_000)
     page.reload()
     page.get_by_role("tab", name="Artifacts").click()
-    page.get_by_text("extract-summary").wait_for()
+    page.get_by_text("extract-summary").scroll_into_view_if_needed()
     page.screenshot(path=shots / "artifacts.png")
     assert case.only(root, "hidden", name="demo").complete
 
