@@ -30,8 +30,12 @@ SETTINGS = {
     "GOMP_SPINCOUNT": "10000",
 }
 
+# Only a server misses them, and each flow waits half a second for the thread that sends them.
+_FOR_SERVERS = {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY"}
+
 for _name, _value in SETTINGS.items():
-    os.environ.setdefault(_name, _value)
+    if _name not in _FOR_SERVERS or "PREFECT_API_URL" in os.environ:
+        os.environ.setdefault(_name, _value)
 
 # Prefect puts the folder of a deployed flow in front of `sys.path`, where our tokenize.py would hide Python's own
 # from every process that is started later.

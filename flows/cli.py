@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dflash_core.errors import DFlashError, InputError
-from flows import chat_cli, store_cli, tokens_cli
+from flows import SETTINGS, chat_cli, store_cli, tokens_cli
 from flows import params as models
 
 app = typer.Typer(
@@ -291,6 +291,7 @@ def worker(
     import socket
 
     options = ["--pool", "dflash", "--name", f"{socket.gethostname()}-{queue or 'all'}"]
+    os.environ.update(SETTINGS | os.environ)  # also where a Prefect profile names the server
     limit = limit or (1 if queue == "gpu" else 8)
     options += ["--work-queue", queue] * bool(queue) + ["--limit", str(limit)]
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "worker", "start", *options])
