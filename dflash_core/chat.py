@@ -297,9 +297,7 @@ class Chat:
             asked = self.render([question], tools if declared else None, prompt=True)
             text = self.render(turns, tools if declared else None, prompt=False)
         except Unrenderable:
-            return (
-                True  # it refuses the probe, which proves nothing; names are counted in every row
-            )
+            return True  # a refused probe proves nothing; names are counted in every row
         return all(text.count(name) > asked.count(name) for name in names)
 
     def _find_after_answer(self) -> str:
@@ -423,11 +421,8 @@ def _answer(content: str | None, **more: Any) -> dict:
 
 def _call(name: str) -> dict:
     function = {"name": name, "arguments": '{"probe_key": 1}'}
-    return {
-        "type": "function",
-        "id": "probecall",
-        "function": function,
-    }  # Mistral wants 9 characters
+    # Mistral wants ids of 9 characters.
+    return {"type": "function", "id": "probecall", "function": function}
 
 
 def _with_object(call: dict) -> dict:

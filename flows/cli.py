@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -217,8 +218,8 @@ def submit(
     if model is None:
         known = ", ".join(sorted(module for module, *_ in FLOWS.values()))
         raise InputError(f"deployment {deployment!r} is of no stage; expected one of {known}")
-    given = [*overrides, *named(root, target)]
-    params = load_params(model, config, given, submitting.defaults_of(deployment))
+    defaults = submitting.defaults_of(deployment)
+    params = load_params(model, config, [*overrides, *named(root, target)], defaults)
     run = submitting.submit(deployment, params.model_dump(mode="json"), f"{flow}-{params.name}")
     console.print(f"{run.name}: {run.url}", highlight=False, soft_wrap=True)
 
@@ -272,8 +273,6 @@ def server(
     port: Annotated[int, typer.Option(help="Port of UI and API.")] = 4200,
 ) -> None:
     """Becomes a Prefect server with its UI, with this project's settings."""
-    import os
-
     os.environ.setdefault("PREFECT_SERVER_EVENTS_CAUSAL_ORDERING", "flows.event_ordering")
     options = ["--host", host, "--port", str(port)]
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "server", "start", *options])
@@ -287,7 +286,6 @@ def worker(
     ] = 0,
 ) -> None:
     """Becomes a Prefect worker of the pool `dflash`, with this project's settings."""
-    import os
     import socket
 
     options = ["--pool", "dflash", "--name", f"{socket.gethostname()}-{queue or 'all'}"]
