@@ -41,7 +41,7 @@ from dflash_core.hidden_states import pack_unit, read_layout
 from dflash_core.layer_split import device_map
 from dflash_core.manifest import Dataset
 from dflash_core.packed_forward import can_pack, compile_parts, enable_packing, packed_forward
-from dflash_core.packing import Pack, plan_packs
+from dflash_core.packing import Pack
 from dflash_core.storage import Storage
 from dflash_core.target import identify
 from dflash_core.tokenization import Tokens
@@ -142,33 +142,20 @@ def make_tokens(
     root: Storage, target: TargetConfig, lengths: np.ndarray, pack_tokens: int
 ) -> Dataset:
     """Random tokens in samples of these lengths, all of them supervised."""
-    rng = np.random.default_rng(0)
-    pack, row, num_packs = plan_packs(lengths, pack_tokens)
-    order = np.lexsort((row, pack))
     total = int(lengths.sum())
-    identity = identify(target).contract()
-    names = ("tokenizer_hash", "template_hash")
-    facts = {
-        "num_samples": len(lengths),
-        "num_packs": num_packs,
-        "pack_tokens": pack_tokens,
-        "total_tokens": total,
-        "contract": {**{name: identity[name] for name in names}, "thinking": False},
-    }
-    arrays = {
-        "input_ids": rng.integers(0, 500, total).astype(np.uint32),
-        "loss_mask": np.ones(total, np.uint8),
-        "offset": np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64),
-        "pack": pack[order],
-        "row": row[order],
-    }
     config = {"synthetic": total, "pack_tokens": pack_tokens}
     dataset = Dataset.create(
         root, "tokens", "synthetic", version=tokenization.VERSION, config=config, inputs={}
     )
     if not dataset.complete:
-        tokenization._write_zarr(dataset.storage, arrays, facts)
-        dataset.seal([], facts)
+        identity = identify(target).contract()
+        names = ("tokenizer_hash", "template_hash")
+        contract = {**{name: identity[name] for name in names}, "thinking": False}
+        input_ids = np.random.default_rng(0).integers(0, 500, total).astype(np.uint32)
+        part = (lengths.astype(np.int64), input_ids, np.ones(total, np.uint8))
+        sizes = tokenization.write_packed(dataset.storage, [part], pack_tokens, contract)
+        dataset.seal([], {**sizes, "contract": contract})
+    num_packs = dataset.facts["num_packs"]
     print(
         f"{len(lengths):,} samples of {total / len(lengths):.0f} tokens on average, {num_packs} packs of "
         f"{pack_tokens:,}, {total / num_packs / pack_tokens:.1%} full"

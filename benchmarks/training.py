@@ -2,7 +2,7 @@
 
     python -m benchmarks.training                      # a GPU: the drafter for Qwen3.6-27B
     python -m benchmarks.training --tiny               # a CPU: shapes that only show that it runs
-    python -m benchmarks.training --runs ours:512 ours:2048 --trace /tmp/step.json.gz
+    python -m benchmarks.training --runs ours:512 ours:2048 --trace /tmp/traces
     python -m benchmarks.training --runs ours:512 ours-replicated:512 ours-sharded:512    # all GPUs
 
 speculators and SpecForge need what tests/core/test_peers_speculators.py says. Each run is a process of
@@ -296,12 +296,15 @@ PEERS = {"speculators": speculators, "specforge": specforge}
 RANKS = {"ours-replicated": False, "ours-sharded": True}  # name: whether it is sharded
 
 
-def measure_ranks(name: str, case: Case) -> dict | None:
+def measure_ranks(name: str, case: Case, trace: str) -> dict | None:
     """What `measure` gives, of the first of several ranks."""
     from dflash_core.ranks import joined
 
     with joined(torch.device(case.device)) as (ranks, _), packs_of(case, ranks) as packs:
-        found = timed(ours(case, packs, ranks, sharded=RANKS[name]), case)
+        step = ours(case, packs, ranks, sharded=RANKS[name])
+        found = timed(step, case)
+        if trace:
+            write_trace(step, f"{trace}/{name}-{case.anchors}-{ranks.rank}.json.gz")
         return found | {"ranks": ranks.size} if ranks.is_first else None
 
 
@@ -316,7 +319,7 @@ def measure(trainer: str, case: Case, trace: str) -> dict:
         step = ours(case, packs)
         found = timed(step, case)
         if trace:
-            write_trace(step, trace)
+            write_trace(step, f"{trace}/{trainer}-{case.anchors}.json.gz")
         return found
 
 
@@ -360,6 +363,7 @@ def write_trace(step: Callable[[], object], path: str) -> None:
             step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     profiled.export_chrome_trace(path)
     sort = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
     averages = profiled.key_averages()
@@ -372,7 +376,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=runs, help="trainer:anchors")
     parser.add_argument("--tiny", action="store_true", help="on a CPU, tiny shapes")
     parser.add_argument("--store", default="", help="root URL: a folder to read packs from")
-    parser.add_argument("--trace", default="", help="file for a Chrome trace of ours alone")
+    parser.add_argument("--trace", default="", help="folder for Chrome traces of ours")
     parser.add_argument("--timeout", type=float, default=240, help="seconds for each run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -383,7 +387,7 @@ def main() -> None:
         name, _, anchors = options.one.partition(":")
         case = Case(int(anchors), **shape)
         several = name in RANKS
-        found = measure_ranks(name, case) if several else measure(name, case, options.trace)
+        found = (measure_ranks if several else measure)(name, case, options.trace)
         if found:
             print(json.dumps(found))
         return

@@ -25,6 +25,7 @@ from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset, canonical_json, sha256
 from dflash_core.model import Drafter, DrafterShape
 from dflash_core.optim import AVERAGE
+from dflash_core.ranks import is_sharded, whole
 
 _FOLDER = "checkpoints"
 _OBJECT_BYTES = 2**30
@@ -71,7 +72,7 @@ def save_checkpoint(
     state, averages = _flat_state(drafter, optimizer), _averages(drafter, optimizer)
     if not writes:
         for tensor in (*drafter.state_dict().values(), *state.values(), *averages.values()):
-            _whole(tensor)
+            whole(tensor)
         return
     folder = f"{_FOLDER}/{unit_of(step)}"
     lines = "".join(canonical_json(entry) + "\n" for entry in metrics)
@@ -237,23 +238,13 @@ def _grouped(tensors: Iterable[tuple[str, Tensor]]) -> Iterable[dict[str, Tensor
     group: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        group[name] = _whole(tensor).detach().cpu().contiguous()
+        group[name] = whole(tensor).detach().cpu().contiguous()
         size += tensor.nbytes
         if size >= _OBJECT_BYTES:
             yield group
             group, size = {}, 0
     if group:
         yield group
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Whether each rank holds a part of it: a DTensor, whose import would take a second."""
-    return hasattr(tensor, "full_tensor")
-
-
-def _whole(tensor: Any) -> Tensor:
-    """The tensor; put together where each rank holds a part, which all ranks must ask for."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def _get_tensors(run: Dataset, references: list[dict]) -> dict[str, Tensor]:

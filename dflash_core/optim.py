@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from dflash_core.config import TrainConfig
+from dflash_core.devices import to_device
 from dflash_core.model import Drafter
+from dflash_core.ranks import own_part
 
 AVERAGE = "average"  # field of the state of a weight that holds the average of it
 _BETAS, _EPS, _MOMENTUM = (0.9, 0.95), 1e-8, 0.95
@@ -161,13 +163,11 @@ class Optimizer(torch.optim.Optimizer):
         if self.copies[parameters[0]] is not parameters[0]:
             self._adamw_with_copies(group, states, scale)
             return
-        gradients = [self.gradient(parameter) for parameter in parameters]
-        torch._foreach_mul_(gradients, scale)
         adamw(
-            parameters,
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [own_part(parameter) for parameter in parameters],
+            [own_part(self.gradient(parameter)) for parameter in parameters],
+            [own_part(state["exp_avg"]) for state in states],
+            [own_part(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
@@ -178,6 +178,7 @@ class Optimizer(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=_EPS,
             maximize=False,
+            grad_scale=to_device(torch.tensor(1 / scale), parameters[0].device),
         )
 
     def _adamw_with_copies(self, group: dict, states: list[dict], scale: float) -> None:
@@ -186,9 +187,9 @@ class Optimizer(torch.optim.Optimizer):
         corrections = [1 - beta**step for beta in _BETAS]
         decay = 1 - group["lr"] * group["weight_decay"]
         numbers = torch.tensor([scale, group["lr"], decay, *corrections])
-        numbers = numbers.to(states[0]["step"].device, non_blocking=True)
+        numbers = to_device(numbers, states[0]["step"].device)
+        torch._foreach_add_([state["step"] for state in states], 1)
         for parameter, state in zip(group["params"], states, strict=True):
-            state["step"] += 1
             tensors = parameter, self.copies[parameter], self.gradient(parameter)
             moments = state["exp_avg"], state["exp_avg_sq"]
             _compiled_adamw()(*(x.view(-1) for x in (*tensors, *moments)), numbers)

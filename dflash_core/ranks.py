@@ -11,14 +11,16 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dflash_core.model import MLP, Drafter
-from dflash_core.optim import Optimizer
+
+if TYPE_CHECKING:
+    from dflash_core.optim import Optimizer
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def shard(drafter: Drafter) -> None:
 
     Each MLP is a group of its own, gathered and reduced beside the work on the others: three quarters of
     the parameters. The rest is one group, because keys and values of the context are made for all layers
-    at once. All stay gathered until backward is done: 3.5 GB in bfloat16 for 1.73 B parameters.
+    at once. All stay gathered until backward is done: 3.5 GB in bfloat16 for 1.73 B parameters. Gradients
+    are added in the type in which backward makes them, as `GradientSums` does.
     """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
@@ -80,9 +83,7 @@ def shard(drafter: Drafter) -> None:
 
     on_gpu = next(drafter.parameters()).is_cuda
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if on_gpu else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
+        param_dtype=torch.bfloat16 if on_gpu else None, cast_forward_inputs=False
     )
     mlps = [module for module in drafter.modules() if isinstance(module, MLP)]
     for module in (*mlps, drafter):
@@ -110,6 +111,21 @@ def gathered(drafter: Drafter) -> Generator[None]:
 def _groups(drafter: Drafter) -> list[Any]:
     # Known by what they can do: the class takes a second to import, also where nothing is sharded.
     return [module for module in drafter.modules() if hasattr(module, "unshard")]
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether each rank holds a part of it: a DTensor, whose import would take a second."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: Any) -> Tensor:
+    """The tensor; put together where each rank holds a part, which all ranks must ask for."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def own_part(tensor: Any) -> Tensor:
+    """What this rank holds of the tensor, in the same memory: all of it, or its part."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 class GradientSums:

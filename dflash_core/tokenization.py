@@ -179,16 +179,12 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
             sources[name].update(of_source)
     _check_supervision(counts, rejected)
     parts = [_read_part(dataset, records[unit]["part"]) for unit in every if records[unit]["part"]]
-    lengths = np.concatenate([part_lengths for part_lengths, _, _ in parts])
-    pack, row, num_packs = plan_packs(lengths, config.pack_tokens)
-    order = np.lexsort((row, pack))
+    contract = _contract(dataset)
+    sizes = write_packed(dataset.storage, parts, config.pack_tokens, contract)
     facts = {
-        "num_samples": len(lengths),
-        "num_packs": num_packs,
-        "pack_tokens": config.pack_tokens,
-        "total_tokens": counts["tokens"],
+        **sizes,
         "supervised_tokens": counts["supervised"],
-        "fill": counts["tokens"] / (num_packs * config.pack_tokens),
+        "fill": sizes["total_tokens"] / (sizes["num_packs"] * config.pack_tokens),
         "rows_in": counts["rows"],
         "rows_kept": counts["rows"] - rejected.total(),
         "rejected": dict(rejected),
@@ -202,14 +198,8 @@ def seal(dataset: Dataset, corpus: Dataset) -> dict:
         "renders_per_row": counts["renders"] / counts["rows"],
         "encoded_per_printed_token": counts["encoded_tokens"] / max(counts["printed_tokens"], 1),
         "target": records[every[0]]["target"],  # any that has this tokenizer
-        "contract": _contract(dataset),
+        "contract": contract,
     }
-    places = {
-        "offset": np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64),
-        "pack": pack[order],
-        "row": row[order],
-    }
-    _write_zarr(dataset.storage, parts, order, places, facts)
     return dataset.seal(every, facts)
 
 
@@ -436,19 +426,32 @@ def _read_part(dataset: Dataset, part: dict) -> tuple[np.ndarray, np.ndarray, np
 # --- Zarr --------------------------------------------------------------------------------------
 
 
-def _write_zarr(
+def write_packed(
     storage: Storage,
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
-    order: np.ndarray,
-    places: dict[str, np.ndarray],
-    facts: dict,
-) -> None:
-    """Writes the samples of the parts (see `_read_part`) in another order, and where each lies."""
+    pack_tokens: int,
+    contract: dict,
+) -> dict[str, int]:
+    """Plans the packs, writes the samples in their order and where each lies; returns the sizes.
+
+    Args:
+        parts: lengths of the samples, int64, and all token ids and masks one behind the other.
+        contract: of the dataset, for whoever reads the arrays without its manifest.
+    """
     import zarr
 
+    lengths = np.concatenate([part_lengths for part_lengths, _, _ in parts])
+    pack, row, num_packs = plan_packs(lengths, pack_tokens)
+    order = np.lexsort((row, pack))
+    places = {
+        "offset": np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64),
+        "pack": pack[order],
+        "row": row[order],
+    }
+    total = int(places["offset"][-1])
     # Mode "a" leaves everything else below the prefix alone; overwriting a group would delete it.
     group: Any = zarr.open_group(storage.zarr_store(), mode="a", zarr_format=3)
-    group.update_attributes({**facts["contract"], "pack_tokens": facts["pack_tokens"]})
+    group.update_attributes({**contract, "pack_tokens": pack_tokens})
 
     def array_of(name: str, length: int, dtype: Any) -> Any:
         return group.require_array(
@@ -460,7 +463,7 @@ def _write_zarr(
         )
 
     for column, name in enumerate(("input_ids", "loss_mask"), 1):
-        array = array_of(name, facts["total_tokens"], parts[0][column].dtype)
+        array = array_of(name, total, parts[0][column].dtype)
         samples = [
             sample for part in parts for sample in np.split(part[column], np.cumsum(part[0])[:-1])
         ]
@@ -470,6 +473,12 @@ def _write_zarr(
             start += len(block)
     for name, values in places.items():
         array_of(name, len(values), values.dtype)[:] = values
+    return {
+        "num_samples": len(lengths),
+        "num_packs": num_packs,
+        "pack_tokens": pack_tokens,
+        "total_tokens": total,
+    }
 
 
 def _blocks(samples: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

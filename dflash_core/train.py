@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import islice
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,6 @@ from dflash_core.attention import Mask, flex_mask, tiles
 from dflash_core.blocks import Blocks, build_blocks, ranges_by_kind, sample_anchors
 from dflash_core.checkpoint import (
     committed_steps,
-    is_sharded,
     load_drafter,
     read_metrics,
     read_shape,
@@ -54,7 +53,7 @@ from dflash_core.model import Drafter, DrafterShape, resolve_shape
 from dflash_core.optim import Optimizer, average_decay, bfloat16_copy, learning_rate
 from dflash_core.packing import Pack
 from dflash_core.progress import Progress, silent
-from dflash_core.ranks import ALONE, GradientSums, Ranks, gathered, joined, shard
+from dflash_core.ranks import ALONE, GradientSums, Ranks, gathered, joined, own_part, shard
 from dflash_core.replay import Answer
 from dflash_core.storage import Storage
 from dflash_core.training_log import TrainingLog, picture
@@ -254,6 +253,17 @@ def seal(dataset: Dataset, hidden: Dataset) -> dict:
     return dataset.seal(units(config), facts)
 
 
+@dataclass(frozen=True)
+class Batch:
+    """A pack and the blocks drawn from it, on the device: all that a forward pass reads."""
+
+    pack: Pack
+    hidden_TLH: Tensor
+    positions_T: Tensor
+    blocks: Blocks
+    masks: dict[str, Mask]
+
+
 class Trainer:
     """Drafter, optimiser and the target's frozen ends, with the step they are at.
 
@@ -308,7 +318,7 @@ class Trainer:
         self.drafter, self.step, self.ranks, self.config = drafter, step, ranks, config
         self.share = slice(ranks.rank, None, ranks.size)
         self.num_packs = len(range(config.packs_per_step)[self.share])
-        self._compute = drafter
+        self._compute, self._sharded = drafter, sharded
         if sharded:
             shard(drafter)
         elif self.device.type == "cuda":
@@ -323,6 +333,7 @@ class Trainer:
         self._flops_per_s = None
         if self.device.type == "cuda":
             self._flops_per_s = matmul_flops_per_s(self.device, torch.bfloat16)
+        self._ahead: Batch | None = None
         self._rounded = self._rounded_weights()
         self._compute.recompute = recompute
         if compiled:
@@ -342,25 +353,27 @@ class Trainer:
         Raises:
             DFlashError: loss or gradient is not finite; the weights are as before.
         """
-        start, waited, indices = time.perf_counter(), 0.0, []
+        start, self._waited, indices = time.perf_counter(), 0.0, []
         total, tokens, flops = torch.zeros((), device=self.device), 0, 0
         counts = None
-        asked = time.perf_counter()
-        for slot, (pack, hidden_TLH) in enumerate(islice(packs, self.num_packs)):
-            waited += time.perf_counter() - asked
+        for slot in range(self.num_packs):
             if self._sums:
                 self._sums.is_last_pack = slot == self.num_packs - 1
-            blocks = self._blocks(pack, self.ranks.rank + slot * self.ranks.size)
-            loss, pack_counts = self.pack_loss(pack, hidden_TLH, blocks)
+            batch, self._ahead = self._ahead or self._next(packs, self.step, slot), None
+            assert batch is not None, "the reader ended before the run did"
+            loss, pack_counts = self.pack_loss(batch)
             loss.backward()
             total += loss.detach()
             counts = pack_counts if counts is None else counts + pack_counts
-            tokens += pack.num_tokens + blocks.labels_NK.numel()
+            tokens += batch.pack.num_tokens + batch.blocks.labels_NK.numel()
             if self._flops_per_s is not None:
-                flops += self._flops(pack, blocks)
-            indices.append(pack.index)
-            asked = time.perf_counter()
-        assert counts is not None, "the reader ended before the run did"
+                flops += self._flops(batch)
+            indices.append(batch.pack.index)
+            del batch, loss
+            # Many small things, made ready while a GPU is busy with backward.
+            behind = divmod(slot + 1, self.num_packs)
+            self._ahead = self._next(packs, self.step + behind[0], behind[1])
+        assert counts is not None, "every rank has a pack"
         loss, norm, rate, all_tokens, counts = self._update(total, tokens, counts, indices)
         seconds = time.perf_counter() - start
         entry = {
@@ -372,19 +385,29 @@ class Trainer:
             "learning_rate": rate,
             "packs": indices,
             "tokens_per_s": all_tokens / seconds,
-            "wait_s": waited,
+            "wait_s": self._waited,
         }
         if self._flops_per_s is not None:
             entry["mfu"] = flops / seconds / self._flops_per_s
         return entry
 
-    def _flops(self, pack: Pack, blocks: Blocks) -> int:
+    def _next(self, packs: Iterator[tuple[Pack, Tensor]], step: int, slot: int) -> Batch | None:
+        """The batch of a slot of a step; None when there is no pack."""
+        asked = time.perf_counter()
+        found = next(packs, None)
+        self._waited += time.perf_counter() - asked
+        if found is None:
+            return None
+        pack, hidden_TLH = found
+        return self.prepare(pack, hidden_TLH, self._blocks(pack, step, slot))
+
+    def _flops(self, batch: Batch) -> int:
         return flops_of_step(
             self.drafter,
             self._head_VH,
-            num_rows=len(pack.input_ids),
-            num_slots=blocks.labels_NK.numel(),
-            num_supervised=len(blocks.supervised_M),
+            num_rows=len(batch.positions_T),
+            num_slots=batch.blocks.labels_NK.numel(),
+            num_supervised=len(batch.blocks.supervised_M),
             teacher_has_logits=self._teacher_norm is not None,
         )
 
@@ -419,8 +442,7 @@ class Trainer:
 
     def _rounded_weights(self) -> list[Tensor]:
         """What this rank holds of each weight, bfloat16, on the CPU."""
-        weights: list[Any] = [weight.detach() for weight in self.drafter.parameters()]
-        parts = (w.to_local() if is_sharded(w) else w for w in weights)
+        parts = (own_part(weight.detach()) for weight in self.drafter.parameters())
         return [part.to("cpu", torch.bfloat16, copy=True) for part in parts]
 
     def save(self, dataset: Dataset, metrics: list[dict]) -> None:
@@ -435,26 +457,30 @@ class Trainer:
         )
         self.ranks.wait()
 
-    def pack_loss(
-        self, pack: Pack, hidden_TLH: Tensor, blocks: Blocks
-    ) -> tuple[Tensor, SlotCounts]:
+    def prepare(self, pack: Pack, hidden_TLH: Tensor, blocks: Blocks) -> Batch:
+        """What `pack_loss` takes; nothing waits for the device."""
+        blocks = blocks.to(self.device)
+        return Batch(
+            pack=pack,
+            hidden_TLH=hidden_TLH.to(self.device, non_blocking=True),
+            positions_T=to_device(torch.tensor(pack.positions), self.device),
+            blocks=blocks,
+            masks=self._masks(blocks, len(pack.input_ids)),
+        )
+
+    def pack_loss(self, batch: Batch) -> tuple[Tensor, SlotCounts]:
         """Weighted sum of the losses of a pack's blocks, with its graph, and the counts."""
-        drafter, device = self._compute, self.device
-        blocks = blocks.to(device)
-        positions_T = to_device(torch.tensor(pack.positions), device)
-        hidden_TLH = hidden_TLH.to(device, non_blocking=True)
+        drafter, device, blocks = self._compute, self.device, batch.blocks
         num_taps = len(drafter.shape.target_layer_ids)
-        taps_BTC = hidden_TLH[:, :num_taps].flatten(1)[None]
-        masks = self._masks(blocks, len(positions_T))
         # The residual stream stays float32, also where the embedding is bfloat16.
         embeds_BQH = F.embedding(blocks.token_ids_NK.flatten(), self._embedding_VH).float()[None]
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             out = drafter.forward_pack(
-                taps_BTC,
-                positions_T[None],
+                batch.hidden_TLH[:, :num_taps].flatten(1)[None],
+                batch.positions_T[None],
                 embeds_BQH,
                 blocks.positions_NK.flatten()[None],
-                masks,
+                batch.masks,
             )
         return weighted_loss(
             out.view(*blocks.labels_NK.shape, -1),
@@ -463,14 +489,15 @@ class Trainer:
             first_slot=drafter.shape.first_slot,
             dpace_alpha=self.config.dpace_alpha if self.config.slot_weights == "dpace" else None,
             kind=self.config.loss,
-            teacher=self._teacher(pack, hidden_TLH),
+            teacher=self._teacher(batch),
         )
 
-    def _teacher(self, pack: Pack, hidden_TLH: Tensor) -> Teacher | None:
+    def _teacher(self, batch: Batch) -> Teacher | None:
         """What is known of the target's distribution at each row, where the loss learns that."""
+        pack = batch.pack
         if self._teacher_norm is not None:
             num_taps = len(self.drafter.shape.target_layer_ids)
-            return LastStates(self._teacher_norm(hidden_TLH[:, num_taps]))
+            return LastStates(self._teacher_norm(batch.hidden_TLH[:, num_taps]))
         if pack.teacher_ids is None or pack.teacher_logprobs is None:
             return None
         ids_TK = torch.from_numpy(pack.teacher_ids.view("int32"))  # torch indexes with signed ones
@@ -484,11 +511,13 @@ class Trainer:
             return {kind: flex_mask(seen, num_rows) for kind, seen in ranges.items()}
         return {kind: tiles(seen, num_rows, shape.block_size) for kind, seen in ranges.items()}
 
-    def _blocks(self, pack: Pack, slot: int) -> Blocks:
+    def _blocks(self, pack: Pack, step: int, slot: int) -> Blocks:
+        """The blocks that step `step` draws from this rank's `slot`-th pack, on the CPU."""
         config, shape = self.config, self.drafter.shape
+        slot_of_all = self.ranks.rank + slot * self.ranks.size
         loss_mask_T = torch.tensor(pack.loss_mask)
         documents_T = torch.tensor(pack.document_ids)
-        generator = anchor_generator(config.seed, self.step, slot)
+        generator = anchor_generator(config.seed, step, slot_of_all)
         anchors = sample_anchors(loss_mask_T, documents_T, config.anchors_per_pack, generator)
         return build_blocks(
             torch.tensor(pack.input_ids, dtype=torch.int64),
@@ -508,10 +537,8 @@ class Trainer:
         """Divides, clips, checks and steps; returns loss, gradient norm, rate, tokens and counts."""
         if self._sums:
             self._sums.wait()
-        norms = [_norm(self.optimizer.gradient(weight)) for weight in self.optimizer.copies]
-        norm = torch.stack(norms).norm()
         # The one wait for the GPU in a step; what follows is launched while the weights are stepped.
-        loss, all_tokens, norm, counts = self._fetch(total, tokens, norm, counts)
+        loss, all_tokens, norm, counts = self._fetch(total, tokens, counts)
         denominator = float(counts.weight) or 1.0  # 0 when no slot is supervised: all is 0 then
         loss, norm = loss / denominator, norm / denominator
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -529,20 +556,22 @@ class Trainer:
         return loss, norm, rate, all_tokens, counts
 
     def _fetch(
-        self, total: Tensor, tokens: int, norm: Tensor, counts: SlotCounts
+        self, total: Tensor, tokens: int, counts: SlotCounts
     ) -> tuple[float, float, float, SlotCounts]:
-        """Added over the ranks (the norm is everyone's already) and on the host, in one copy."""
-        values = [total.new_tensor(float(tokens)), total, *counts.fields()]
-        flat = self.ranks.add(torch.cat([value.reshape(-1).double() for value in values]))
-        flat = torch.cat((norm.reshape(1).double(), flat)).cpu()
-        norm, tokens, total, *parts = flat.split([1, *(value.numel() for value in values)])
-        return float(total), float(tokens), float(norm), SlotCounts(*parts)
+        """Loss, tokens, gradient norm and counts of all ranks, on the host, in one copy."""
+        square = self._squared_norm()
+        values = [square, total.new_tensor(float(tokens)), total, *counts.fields()]
+        flat = self.ranks.add(torch.cat([value.reshape(-1).double() for value in values])).cpu()
+        square, tokens, total, *parts = flat.split([value.numel() for value in values])
+        return float(total), float(tokens), math.sqrt(float(square)), SlotCounts(*parts)
 
-
-def _norm(gradient: Tensor) -> Tensor:
-    """Its length in float32, of the whole gradient where ranks hold parts."""
-    norm: Any = torch.linalg.vector_norm(gradient, dtype=torch.float32)
-    return norm.full_tensor() if is_sharded(norm) else norm
+    def _squared_norm(self) -> Tensor:
+        """What this rank adds to the square of the gradient's length, float64."""
+        gradients = [own_part(self.optimizer.gradient(weight)) for weight in self.optimizer.copies]
+        norms = [torch.linalg.vector_norm(part, dtype=torch.float32) for part in gradients]
+        square = torch.stack(norms).double().square().sum()
+        # Unless parts are sharded, every rank has the whole gradient.
+        return square if self._sharded else square / self.ranks.size
 
 
 def anchor_generator(seed: int, step: int, slot: int) -> torch.Generator:

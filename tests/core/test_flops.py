@@ -29,10 +29,11 @@ def test_operations_of_a_step_are_those_of_its_products(loss):
     blocks = make_blocks(pack, drafter.shape, 12)
     taps = random_taps(pack, drafter.shape)
     taps = torch.cat((taps, taps[:, :1]), 1).float()
+    batch = trainer.prepare(pack, taps, blocks)
     with Products() as products:
-        trainer.pack_loss(pack, taps, blocks)[0].backward()
+        trainer.pack_loss(batch)[0].backward()
     assert 0 < len(blocks.supervised_M) < blocks.labels_NK.numel()
-    assert products.flops == trainer._flops(pack, blocks)
+    assert products.flops == trainer._flops(batch)
     assert products.flops == flops_of_step(
         drafter,
         trainer._head_VH,

@@ -85,7 +85,7 @@ def test_loss_and_gradient_of_a_step_are_those_of_the_weighted_mean():
     shape, pack = tiny_shape(), make_pack([9, 7], 16)
     taps, blocks = random_taps(pack, shape), make_blocks(pack, shape, 20)  # all eligible anchors
     naive = make_trainer(tiny_drafter())
-    total, _ = naive.pack_loss(pack, taps, blocks)
+    total, _ = naive.pack_loss(naive.prepare(pack, taps, blocks))
     mean = total / blocks.weights_NK.sum()
     gradients = torch.autograd.grad(mean, list(naive.drafter.parameters()))
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
@@ -103,7 +103,21 @@ def test_a_step_takes_only_its_own_packs_and_measures_itself():
     assert entry["step"] == trainer.step == 1
     assert len(entry["accuracy"]) == shape.block_size - 1
     assert entry["tokens_per_s"] > 0
-    assert next(stream)[0].index == 2
+    assert next(stream, None) is None, "the first pack of the next step is made ready in this one"
+
+
+def test_a_batch_made_ready_early_is_the_one_that_would_be_made_in_time():
+    shape = tiny_shape()
+    packs = [make_pack([9, 7], 16, index=index) for index in range(4)]
+    visited = [(pack, random_taps(pack, shape)) for pack in packs]
+    early, in_time = (
+        make_trainer(tiny_drafter(), packs_per_step=2, anchors_per_pack=3) for _ in range(2)
+    )
+    stream = iter(visited)
+    for step in range(2):
+        found = early.train_step(stream)
+        expected = in_time.train_step(iter(visited[2 * step : 2 * step + 2]))
+        assert (found["packs"], found["loss"]) == (expected["packs"], expected["loss"])
 
 
 def test_a_pack_without_supervised_tokens_gives_zero_loss_and_finite_weights():

@@ -45,7 +45,7 @@ def test_loss_and_gradient_in_bfloat16_are_close_to_float32_on_the_cpu(attention
     results = []
     for device in ("cpu", "cuda"):
         trainer = make_trainer(device, shape, compiled and device == "cuda")
-        total, counts = trainer.pack_loss(pack, taps, blocks)
+        total, counts = trainer.pack_loss(trainer.prepare(pack, taps, blocks))
         mean = total / counts.weight
         mean.backward()
         made = map(trainer.optimizer.gradient, trainer.drafter.parameters())
