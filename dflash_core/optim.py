@@ -160,8 +160,9 @@ class Optimizer(torch.optim.Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
         states = [self.state[parameter] for parameter in parameters]
-        if self.copies[parameters[0]] is not parameters[0]:
-            self._adamw_with_copies(group, states, scale)
+        first = parameters[0]
+        if self.copies[first] is not first or (first.is_cuda and first.ndim > 1):
+            self._adamw_in_one_pass(group, states, scale)
             return
         adamw(
             [own_part(parameter) for parameter in parameters],
@@ -181,8 +182,11 @@ class Optimizer(torch.optim.Optimizer):
             grad_scale=to_device(torch.tensor(1 / scale), parameters[0].device),
         )
 
-    def _adamw_with_copies(self, group: dict, states: list[dict], scale: float) -> None:
-        """One pass over memory: 28 bytes an element, where float32 gradients and a cast take 50."""
+    def _adamw_in_one_pass(self, group: dict, states: list[dict], scale: float) -> None:
+        """28 bytes an element, copies included, where a float32 gradient and a cast take 50.
+
+        A kernel for each weight; for many small ones that of torch is faster.
+        """
         step = float(states[0]["step"]) + 1
         corrections = [1 - beta**step for beta in _BETAS]
         decay = 1 - group["lr"] * group["weight_decay"]
@@ -190,9 +194,10 @@ class Optimizer(torch.optim.Optimizer):
         numbers = to_device(numbers, states[0]["step"].device)
         torch._foreach_add_([state["step"] for state in states], 1)
         for parameter, state in zip(group["params"], states, strict=True):
-            tensors = parameter, self.copies[parameter], self.gradient(parameter)
-            moments = state["exp_avg"], state["exp_avg_sq"]
-            _compiled_adamw()(*(x.view(-1) for x in (*tensors, *moments)), numbers)
+            copied = self.copies[parameter]
+            copied_W = None if copied is parameter else copied.view(-1)
+            tensors = parameter, self.gradient(parameter), state["exp_avg"], state["exp_avg_sq"]
+            _compiled_adamw()(*(own_part(x).view(-1) for x in tensors), copied_W, numbers)
 
     def _muon(self, group: dict, scale: float) -> None:
         for parameter in group["params"]:
@@ -238,15 +243,16 @@ def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 def adamw_(
     weight_W: Tensor,
-    copied_W: Tensor,
     gradient_W: Tensor,
     average_W: Tensor,
     average_square_W: Tensor,
+    copied_W: Tensor | None,
     numbers: Tensor,
 ) -> None:
-    """AdamW in place, the bfloat16 copy included.
+    """AdamW in place.
 
     Args:
+        copied_W: a bfloat16 copy of the weights that follows them, if there is one.
         numbers: what gradients are multiplied with, learning rate, what weights are multiplied with,
             and the bias corrections of both averages.
     """
@@ -259,7 +265,8 @@ def adamw_(
     average_W.copy_(average)
     average_square_W.copy_(square)
     weight_W.copy_(weight)
-    copied_W.copy_(weight)
+    if copied_W is not None:
+        copied_W.copy_(weight)
 
 
 @lru_cache
