@@ -31,6 +31,7 @@ from dflash_core import errors
 from dflash_core.config import Config, DrafterSource, RegenerateConfig, Runtime, TargetConfig
 from dflash_core.errors import DeviceError, DFlashError, InputError
 from dflash_core.manifest import Dataset
+from dflash_core.processes import forward_log, log_again
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
 
@@ -320,8 +321,7 @@ class _Process:
             if "progress" in message:
                 progress(*message["progress"])
             elif "log" in message:
-                name, level, text = message["log"]
-                logging.getLogger(name).log(level, "%s: %s", self._device, text)
+                log_again(message, f"{self._device}: ")
             elif "error" in message:
                 return _error(**message["error"])
             else:
@@ -400,8 +400,7 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=read, daemon=True).start()
-    logging.getLogger("dflash_core").setLevel(logging.INFO)
-    logging.getLogger("dflash_core").addHandler(_Forward(answer))
+    forward_log(answer)
     _serve(iter(lines.get, ""), answer)
 
 
@@ -420,16 +419,6 @@ def _serve(lines: Iterable[str], answer: Callable[[dict], None]) -> None:
                 log.exception("unexpected")
             kind = "DeviceError" if "CUDA" in str(error) else type(error).__name__
             answer({"error": {"kind": kind, "text": str(error)}})
-
-
-class _Forward(logging.Handler):
-    def __init__(self, answer: Callable[[dict], None]) -> None:
-        super().__init__()
-        self._answer = answer
-        self.setFormatter(logging.Formatter())
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._answer({"log": [record.name, record.levelno, self.format(record)]})
 
 
 if __name__ == "__main__":

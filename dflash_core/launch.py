@@ -1,13 +1,13 @@
-"""Training in several processes of one machine: torchrun as a child, one process for each GPU.
+"""Training in processes of their own: torchrun as a child, one process for each GPU.
 
 The child finds everything in the root, like any run: one that died is started again and goes on from
-its newest checkpoint. What it has to say comes as lines of JSON on its output.
+its newest checkpoint. What it has to say comes as lines of JSON on its output. A GPU is trained on in
+a child also where it is the only one: a lost CUDA context is gone with it, and so is its memory.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -22,13 +22,12 @@ from dflash_core.config import Runtime, TargetConfig
 from dflash_core.devices import resolve_device, share_of_threads
 from dflash_core.errors import DeviceError, DFlashError
 from dflash_core.manifest import Dataset
+from dflash_core.processes import forward_log, log_again
 from dflash_core.progress import Progress, silent
 from dflash_core.storage import Storage
 
 _MARK = "dflash-train: "  # of the lines that are for us, among those of libraries
 _LAST_LINES = 80  # of a child's output, in the error when it dies
-
-log = logging.getLogger(__name__)
 
 
 def devices_of(runtime: Runtime) -> list[str]:
@@ -47,13 +46,13 @@ def run(
     progress: Progress | None = None,
     corpus: Dataset | None = None,
 ) -> None:
-    """`train.run`, in this process or in `runtime.train_processes` of them.
+    """`train.run`, in `runtime.train_processes` children; for one on a CPU, in this process.
 
     Raises:
         DFlashError: as in `train.run`.
         DeviceError: a process died; holds the last lines it wrote.
     """
-    if runtime.train_processes == 1:
+    if runtime.train_processes == 1 and resolve_device(runtime.device).type != "cuda":
         train.run(dataset, hidden, target, runtime, progress, corpus)
         return
     request = {
@@ -93,6 +92,8 @@ def _follow(command: list[str], environment: dict[str, str], progress: Progress)
             message = json.loads(line.removeprefix(_MARK))
             if "error" in message:
                 failure = getattr(errors, message["error"])(message["text"])
+            elif "log" in message:
+                log_again(message)
             else:
                 progress(message["done"], message["total"], message["numbers"])
         code = child.wait()
@@ -119,6 +120,8 @@ def _say(message: dict) -> None:
 
 def main() -> None:
     """One rank; the first one reports."""
+    if os.environ["RANK"] == "0":
+        forward_log(_say)
     request = json.loads(Path(sys.argv[1]).read_text())
     root = Storage.from_url(request["root"])
 

@@ -1,10 +1,12 @@
-"""Pools of processes that do not outlive the process they work for."""
+"""Processes that work for another one: pools that do not outlive it, and logs that reach it."""
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 
 
@@ -27,3 +29,26 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def forward_log(send: Callable[[dict], None]) -> None:
+    """In a child: hands what the project logs to `send`, as a message with the key `log`."""
+    project = logging.getLogger("dflash_core")
+    project.setLevel(logging.INFO)
+    project.addHandler(_Forward(send))
+
+
+def log_again(message: dict, prefix: str = "") -> None:
+    """In the process that it works for: logs such a message, in the name of who logged it first."""
+    name, level, text = message["log"]
+    logging.getLogger(name).log(level, "%s%s", prefix, text)
+
+
+class _Forward(logging.Handler):
+    def __init__(self, send: Callable[[dict], None]) -> None:
+        super().__init__()
+        self._send = send
+        self.setFormatter(logging.Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send({"log": [record.name, record.levelno, self.format(record)]})

@@ -71,9 +71,12 @@ def moments(run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["replicate", "shard"])
-def test_two_ranks_train_as_one_and_resume_to_the_bit(root, hidden, target, sharding):
+def test_two_ranks_train_as_one_and_resume_to_the_bit(root, hidden, target, sharding, caplog):
     one = train(root, hidden, target, "one", 1, config=AVERAGED)
-    two = train(root, hidden, target, f"two-{sharding}", 2, sharding, config=AVERAGED)
+    with caplog.at_level("INFO", logger="dflash_core"):
+        two = train(root, hidden, target, f"two-{sharding}", 2, sharding, config=AVERAGED)
+    committed = [line for line in caplog.messages if line.startswith(f"step {LAST}: ")]
+    assert len(committed) == 1, "the log of the first rank, once"
     for averaged in (False, True):
         torch.testing.assert_close(
             weights(two, averaged), weights(one, averaged), atol=1e-6, rtol=1e-5
@@ -113,6 +116,22 @@ def test_a_rank_without_anchors_does_not_hang_the_other_and_a_nan_stops_both(roo
     broken = make_hidden(root, target, broken=1)
     with pytest.raises(DFlashError, match=r"loss is nan and gradient norm nan on packs"):
         train(root, broken, target, "broken", 2)
+
+
+@pytest.mark.slow
+def test_a_gpu_is_trained_on_in_a_child_whose_log_is_passed_on(
+    root, hidden, target, monkeypatch, caplog
+):
+    here = train(root, hidden, target, "here", 1)
+    monkeypatch.setattr(launch, "resolve_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(launch.train, "run", None)  # of this process
+    with caplog.at_level("INFO", logger="dflash_core"):
+        child = train(root, hidden, target, "child", 1)
+    assert torch.equal(weights(child), weights(here))
+    said = [record.getMessage() for record in caplog.records if record.name == "dflash_core.train"]
+    assert [line.partition(":")[0] for line in said if "committed" in line] == [
+        f"step {step}" for step in range(CONFIG.checkpoint_every, LAST, CONFIG.checkpoint_every)
+    ] + [f"step {LAST}"]
 
 
 def test_a_step_needs_a_pack_for_every_rank():
