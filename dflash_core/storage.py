@@ -226,13 +226,14 @@ class Storage:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes the objects; those that do not exist are passed over."""
-        self._guard()
+        keys = list(keys)
+        paths = [self._full(key) for key in keys]
         try:
-            obstore.delete(self._store, [self._full(key) for key in keys])
+            self._call(lambda store, _: obstore.delete(store, paths), "")
         except FileNotFoundError:
-            return
-        except BaseError as error:
-            raise self._explain(error, "") from error
+            # A local disk stops at the first one that is missing; a bucket passes over it.
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
 
     def leftovers(self) -> builtins.list[ObjectInfo]:
         """What killed writers left half-written on a local disk, where no listing shows it; nothing in a bucket.

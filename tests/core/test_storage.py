@@ -27,6 +27,14 @@ def test_put_get_range_list_and_delete(storage):
     assert list(child.list()) == []
 
 
+def test_what_is_not_there_keeps_nothing_else_from_being_deleted(storage):
+    for number in range(40):
+        storage.put(f"a/{number}", b"x")
+    storage.delete(["gone", *(f"a/{number}" for number in range(40)), "a/gone"])
+    assert list(storage.list()) == []
+    storage.delete(["gone"])
+
+
 def test_a_missing_object_is_file_not_found_with_its_url(storage):
     with pytest.raises(FileNotFoundError, match="nothing does not exist"):
         storage.get("nothing")
