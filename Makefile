@@ -36,7 +36,7 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	$(PYTEST) -n 2 -m "slow or server" tests/core
-	$(PYTEST) -m "slow or server" tests/flows
+	$(PYTEST) -n 2 --dist loadfile -m "slow or server" tests/flows
 
 # Trainers and loaders that are compared with. They are no dependencies, so they lie apart.
 .venv/peers: .venv/installed
