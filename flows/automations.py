@@ -6,6 +6,7 @@ Automations are found by name, so setting them up again changes them in place.
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 from uuid import UUID
 
 from prefect.automations import (
@@ -56,19 +57,26 @@ def _automations(
     stall_minutes: float, start_minutes: float, notify: UUID | None
 ) -> list[AutomationCore]:
     return [
-        _silent_is_crashed(
+        _silence(
             "dflash: dead runs count as crashed",
             "A machine that goes away takes worker and run along; only heartbeats tell.",
             after={"prefect.flow-run.heartbeat"},
             within=timedelta(seconds=HEARTBEATS_MISSED_S),
-            message="no heartbeat: process or machine is gone",
+            action=_crashed("no heartbeat: process or machine is gone"),
         ),
-        _silent_is_crashed(
+        _silence(
             "dflash: runs that never start count as crashed",
             f"A worker took the run and died before it ran; {start_minutes:g} minutes tell.",
             after={"prefect.flow-run.Pending", "prefect.flow-run.Submitting"},
             within=timedelta(minutes=start_minutes),
-            message="a worker took it, but it never started",
+            action=_crashed("a worker took it, but it never started"),
+        ),
+        _silence(
+            "dflash: crashed runs that nobody takes",
+            f"No worker took the run again for {start_minutes:g} minutes: its machine may have been the only one.",
+            after={"prefect.flow-run.AwaitingRetry"},
+            within=timedelta(minutes=start_minutes),
+            action=_tell(notify, "DFlash: no worker for a crashed run", RUN),
         ),
         AutomationCore(
             name="dflash: crashed runs start again",
@@ -86,7 +94,8 @@ def _automations(
                     state=StateType.SCHEDULED,
                     name="AwaitingRetry",
                     message="continues from its commit records",
-                )
+                ),
+                _tell(notify, "DFlash: run crashed and starts again", RUN),
             ],
         ),
         AutomationCore(
@@ -109,26 +118,46 @@ def _automations(
                 )
             ],
         ),
-        AutomationCore(
-            name="dflash: failed runs",
-            description="A run failed for good: its input is bad, or retries did not help.",
-            trigger=EventTrigger(
-                expect={"prefect.flow-run.Failed", "prefect.flow-run.TimedOut"},
-                match={"prefect.resource.id": "prefect.flow-run.*"},
-                match_related=_tagged("dflash"),
-                posture=Posture.Reactive,
-                threshold=1,
-                within=timedelta(seconds=0),
-            ),
-            actions=[_tell(notify, "DFlash: run failed", RUN)],
+        _news(
+            "dflash: failed runs",
+            "A run failed for good: its input is bad, or retries did not help.",
+            {"prefect.flow-run.Failed", "prefect.flow-run.TimedOut"},
+            _tell(notify, "DFlash: run failed", RUN),
+        ),
+        _news(
+            "dflash: runs that wait for approval",
+            "A run costs more than its budget allows without asking.",
+            {"prefect.flow-run.Paused"},
+            _tell(notify, "DFlash: run waits for approval", RUN),
         ),
     ]
 
 
-def _silent_is_crashed(
-    name: str, description: str, *, after: set[str], within: timedelta, message: str
+def _news(name: str, description: str, events: set[str], action: Any) -> AutomationCore:
+    """Acts on each of these events of a run."""
+    return AutomationCore(
+        name=name,
+        description=description,
+        trigger=EventTrigger(
+            expect=events,
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related=_tagged("dflash"),
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(seconds=0),
+        ),
+        actions=[action],
+    )
+
+
+def _crashed(message: str) -> ChangeFlowRunState:
+    return ChangeFlowRunState(state=StateType.CRASHED, message=message)
+
+
+def _silence(
+    name: str, description: str, *, after: set[str], within: timedelta, action: Any
 ) -> AutomationCore:
-    """A run of which nothing is heard for that long after one of these events counts as crashed."""
+    """Acts when nothing is heard of a run for that long after one of these events."""
     return AutomationCore(
         name=name,
         description=description,
@@ -142,7 +171,7 @@ def _silent_is_crashed(
             threshold=1,
             within=within,
         ),
-        actions=[ChangeFlowRunState(state=StateType.CRASHED, message=message)],
+        actions=[action],
     )
 
 

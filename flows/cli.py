@@ -273,9 +273,16 @@ def server(
     port: Annotated[int, typer.Option(help="Port of UI and API.")] = 4200,
 ) -> None:
     """Becomes a Prefect server with its UI, with this project's settings."""
-    os.environ.setdefault("PREFECT_SERVER_EVENTS_CAUSAL_ORDERING", "flows.event_ordering")
-    options = ["--host", host, "--port", str(port)]
-    os.execv(sys.executable, [sys.executable, "-m", "prefect", "server", "start", *options])
+    if host in ("0.0.0.0", "::") and "PREFECT_UI_API_URL" not in os.environ:
+        raise InputError(
+            f"host {host} is no address that a browser can ask; set PREFECT_UI_API_URL to the address of this server "
+            "with /api, or listen on one address"
+        )
+    # The UI tells browsers to ask these.
+    os.environ |= {"PREFECT_SERVER_API_HOST": host, "PREFECT_SERVER_API_PORT": str(port)}
+    program = "import flows.patient_events; from prefect.cli import app; app()"
+    options = ["server", "start", "--host", host, "--port", str(port)]
+    os.execv(sys.executable, [sys.executable, "-c", program, *options])
 
 
 @app.command()

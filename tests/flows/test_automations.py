@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 import uuid
+from contextlib import closing
+from datetime import datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -132,6 +136,85 @@ with get_client(sync_client=True) as client:
         time.sleep(1)
     print(state)
 """
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_who_lives_through_an_outage_of_the_server_is_not_taken_for_dead(tmp_path):
+    server = PrefectServer(tmp_path)
+    server.start()
+    try:
+        alive, dead = _client_script(server, TWO_RUNS).split()
+        server.kill()
+        _age_waits(tmp_path / "prefect.db", timedelta(minutes=10))
+        server.start()
+        states = _client_script(server, ONE_OF_THEM_IS_HEARD, alive, dead).split()
+        assert states == ["Running", "Crashed"]
+    finally:
+        server.stop()
+
+
+def _age_waits(database: Path, by: timedelta) -> None:
+    """As if the server had been away for as long."""
+    with closing(sqlite3.connect(database)) as connection, connection:
+        waits = connection.execute("select rowid, start, end from automation_bucket").fetchall()
+        assert len(waits) == 2
+        for row, *times in waits:
+            older = [str(datetime.fromisoformat(each) - by) for each in times]
+            connection.execute(
+                "update automation_bucket set start = ?, end = ? where rowid = ?", (*older, row)
+            )
+
+
+HEARD = """
+import sys, time
+from datetime import timedelta
+from uuid import UUID
+from prefect.client.orchestration import get_client
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
+
+def is_heard(run):
+    emit_event("prefect.flow-run.heartbeat", {"prefect.resource.id": f"prefect.flow-run.{run}"},
+               related=[{"prefect.resource.id": "prefect.tag.dflash", "prefect.resource.role": "tag"}])
+"""
+
+TWO_RUNS = (
+    HEARD
+    + """
+from prefect import flow
+from prefect.states import Running
+from flows import automations
+
+silence = automations._silence("silence", "", after={"prefect.flow-run.heartbeat"},
+    within=timedelta(seconds=20), action=automations._crashed("silent"))
+with get_client(sync_client=True) as client:
+    client.create_automation(silence)
+    time.sleep(5)  # the server reads its automations anew
+    runs = [client.create_flow_run(flow(lambda: None, name="stage"), tags=["dflash"], state=Running())
+            for _ in range(2)]
+    time.sleep(3)
+    for run in runs:
+        is_heard(run.id)
+    EventsWorker.instance().drain()
+    time.sleep(3)
+    print(*(run.id for run in runs))
+"""
+)
+
+ONE_OF_THEM_IS_HEARD = (
+    HEARD
+    + """
+alive, dead = map(UUID, sys.argv[1:])
+deadline = time.monotonic() + 90
+with get_client(sync_client=True) as client:
+    while client.read_flow_run(dead).state.name == "Running" and time.monotonic() < deadline:
+        is_heard(alive)
+        time.sleep(3)
+    print(*(client.read_flow_run(run).state.name for run in (alive, dead)))
+"""
+)
 
 
 def _client_script(server: PrefectServer, code: str, *arguments: str) -> str:
