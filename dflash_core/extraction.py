@@ -48,17 +48,9 @@ def plan(
         MismatchError: the tokens were made with another tokenizer or template.
         IncompleteError: the tokens are not complete.
     """
-    contract = contract_of(tokens.require_stage(TOKENS), target, config)
-    resolved = config.model_copy(update={"target_layer_ids": contract["target_layer_ids"]})
-    dataset = Dataset.create(
-        root,
-        STAGE,
-        name,
-        version=VERSION,
-        config={"extract": resolved.model_dump(mode="json"), "contract": contract},
-        inputs={"tokens": tokens.fingerprint},
-    )
+    dataset = requested(root, name, tokens, target, config).begin()
     if not dataset.complete:
+        resolved, contract = ExtractConfig(**dataset.config["extract"]), dataset.config["contract"]
         hidden_size = text_config(target).hidden_size
         num_taps = len(contract["target_layer_ids"]) + resolved.last
         layout = create_store(
@@ -66,6 +58,22 @@ def plan(
         )
         _require_space(dataset, layout, tokens.facts["total_tokens"])
     return dataset
+
+
+def requested(
+    root: Storage, name: str, tokens: Dataset, target: TargetConfig, config: ExtractConfig
+) -> Dataset:
+    """The store of this request, whether there is anything of it or not; writes nothing."""
+    contract = contract_of(tokens.require_stage(TOKENS), target, config)
+    resolved = config.model_copy(update={"target_layer_ids": contract["target_layer_ids"]})
+    return Dataset.requested(
+        root,
+        STAGE,
+        name,
+        version=VERSION,
+        config={"extract": resolved.model_dump(mode="json"), "contract": contract},
+        inputs={"tokens": tokens.fingerprint},
+    )
 
 
 def units(dataset: Dataset) -> list[int]:

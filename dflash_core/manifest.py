@@ -24,7 +24,7 @@ from dflash_core.storage import Storage
 
 FORMAT_VERSION = 1
 _RECORDS = "_commits"
-_EMPTYING = "_emptying"
+_EMPTIED = "_emptied.json"
 _READERS = 16  # threads that fetch records; latency-bound
 
 
@@ -86,6 +86,22 @@ class Dataset:
         inputs: dict[str, str],
     ) -> Dataset:
         """The dataset of this request, new or continued; writes `request.json` when new."""
+        return cls.requested(
+            root, stage, name, version=version, config=config, inputs=inputs
+        ).begin()
+
+    @classmethod
+    def requested(
+        cls,
+        root: Storage,
+        stage: str,
+        name: str,
+        *,
+        version: int,
+        config: BaseModel | dict,
+        inputs: dict[str, str],
+    ) -> Dataset:
+        """The dataset of this request, whether there is anything of it or not; writes nothing."""
         digest = fingerprint(stage, version, config, inputs)
         body = config.model_dump(mode="json") if isinstance(config, BaseModel) else config
         request = {
@@ -97,9 +113,12 @@ class Dataset:
             "config": body,
             "inputs": inputs,
         }
-        dataset = cls(root, f"{stage}/{name}-{digest}", request)
-        dataset.storage.put_new("request.json", _signed(request))
-        return dataset
+        return cls(root, f"{stage}/{name}-{digest}", request)
+
+    def begin(self) -> Dataset:
+        """Itself, with `request.json` written, so that it can be opened."""
+        self.storage.put_new("request.json", _signed(self.request))
+        return self
 
     @classmethod
     def open(cls, root: Storage, path: str) -> Dataset:
@@ -215,23 +234,28 @@ class Dataset:
     def facts(self) -> dict:
         return self.manifest()["facts"]
 
-    def empty(self) -> None:
+    def empty(self, for_run: str) -> None:
         """Deletes everything but the request: manifest, commit records and the rest, in this order.
 
-        A reader in between sees an incomplete dataset, never a wrong one. A mark lies there meanwhile, because what
-        is half emptied must not be filled: writers adopt objects that they find.
+        A reader in between sees an incomplete dataset, never a wrong one. A mark says meanwhile that it is half
+        emptied, which must not be filled, because writers adopt objects that they find; and afterwards for
+        which run it was emptied, so that this is done once when that run is started again.
         """
-        self.storage.put(_EMPTYING, b"{}")
+        mark = {"for_run": for_run, "done": False}
+        self.storage.put(_EMPTIED, canonical_json(mark).encode())
         self.storage.delete(["manifest.json"])
         self.storage.delete([info.key for info in self.storage.list(_RECORDS)])
-        kept = ("request.json", _EMPTYING)
+        kept = ("request.json", _EMPTIED)
         self.storage.delete([i.key for i in self.storage.list() if i.key not in kept])
-        self.storage.delete([_EMPTYING])
+        self.storage.put(_EMPTIED, canonical_json(mark | {"done": True}).encode())
 
-    @property
-    def half_emptied(self) -> bool:
-        """Whether `empty` was cut short here."""
-        return self.storage.exists(_EMPTYING)
+    def must_be_emptied(self, for_run: str) -> bool:
+        """Whether `empty` was cut short here, or was not yet called for this run; no run is named by ""."""
+        try:
+            mark = json.loads(self.storage.get(_EMPTIED))
+        except FileNotFoundError:
+            return bool(for_run)
+        return not mark["done"] or (bool(for_run) and mark["for_run"] != for_run)
 
     def require_stage(self, stage: str) -> Dataset:
         """Itself, when it is a complete output of `stage`; what a reading stage calls first."""

@@ -152,7 +152,6 @@ class Stage:
             )
         self.params = params
         self.root = Storage.from_url(params.root)
-        self._first_start = starts <= 1
         self._start = time.monotonic()
         self._dataset: Dataset | None = None
         self._reused = False
@@ -160,11 +159,11 @@ class Stage:
     def plan(self, make: Callable[..., Dataset], *args: Any) -> Dataset:
         """The stage's dataset, which `make(*args)` plans.
 
-        With `force`, the first start of a run empties what is there; a later one continues.
+        With `force` a run empties what is there, once: when it is started again, it continues.
         """
-        dataset = make(*args)
-        if (self.params.force and self._first_start) or dataset.half_emptied:
-            dataset.empty()
+        dataset, run = make(*args), forced_by(self.params)
+        if dataset.must_be_emptied(run):
+            dataset.empty(run)
             dataset = make(*args)
         self._dataset, self._reused = dataset, dataset.complete
         return dataset
@@ -260,6 +259,11 @@ class Stage:
         if flow_run.id:  # a run that started this one on another machine reads it there
             self.root.put(result_key(flow_run.id), result.model_dump_json().encode())
         return result
+
+
+def forced_by(params: StageParams) -> str:
+    """The run, of a pipeline if there is one, for which what is there is made anew; "" when it is not."""
+    return str(patiently(lambda: flow_run.root_flow_run_id)) if params.force else ""
 
 
 def result_key(flow_run_id: str) -> str:

@@ -14,10 +14,11 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from rich.console import Console
 
+from dflash_core import extraction
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
 from flows import fan_out, preflight, summary
-from flows._common import StageResult, stage_flow
+from flows._common import StageResult, forced_by, stage_flow
 from flows.curate import curate
 from flows.evaluate import evaluate
 from flows.export import export
@@ -44,12 +45,9 @@ from flows.train import train
 def pipeline(params: PipelineParams) -> list[StageResult]:
     """Curate, regenerate, tokenize, extract, train, evaluate, export; prints one table at the end."""
     start = time.monotonic()
-    first_start = (flow_run.run_count or 0) <= 1
-    if first_start:
+    if (flow_run.run_count or 0) <= 1:
         preflight.check(params, patient=True)
-    # Once: a pipeline that is started again goes on with what its first start has forced.
-    force = params.force and first_start
-    stages = list(_stages(params.model_copy(update={"force": force})))
+    stages = list(_stages(params))
     patiently(create_markdown_artifact, summary.markdown(stages), key="pipeline-summary")
     summary.print_table(stages, time.monotonic() - start, Console())
     return stages
@@ -84,8 +82,7 @@ def _stages(params: PipelineParams) -> Iterator[StageResult]:
     )
     yield tokens
     if params.budget.approve_above_dollars:
-        made = Dataset.open(Storage.from_url(params.root), tokens.path)
-        check_budget(made, params.target, params.extract, params.budget)
+        _ask_for_approval(params, tokens.path)
     hidden = run(
         extract, ExtractParams(**common, **target, tokens=tokens.path, extract=params.extract)
     )
@@ -117,6 +114,21 @@ def _stages(params: PipelineParams) -> Iterator[StageResult]:
             export=params.export,
             publish_to=params.publish_to,
         ),
+    )
+
+
+def _ask_for_approval(params: PipelineParams, tokens_path: str) -> None:
+    """Asks for what extraction still has to do."""
+    root = Storage.from_url(params.root)
+    tokens = Dataset.open(root, tokens_path)
+    store = extraction.requested(root, params.name, tokens, params.target, params.extract)
+    again = store.must_be_emptied(forced_by(params))
+    check_budget(
+        tokens,
+        params.target,
+        params.extract,
+        params.budget,
+        packs_there=0 if again else len(store.committed()),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from prefect import get_run_logger, pause_flow_run
 from prefect.artifacts import create_table_artifact
 from prefect.input import RunInput
+from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 from pydantic import Field
 
@@ -70,9 +71,18 @@ def rows(numbers: dict[str, Any]) -> list[dict[str, str]]:
 
 
 def check_budget(
-    tokens: Dataset, target: TargetConfig, config: ExtractConfig, budget: Budget
+    tokens: Dataset,
+    target: TargetConfig,
+    config: ExtractConfig,
+    budget: Budget,
+    packs_there: int = 0,
 ) -> dict[str, Any]:
-    """Shows the estimate on the run's page and waits for approval if it costs more than the threshold.
+    """Shows the estimate on the run's page and waits for approval if what is left of it costs more than the threshold.
+
+    A run that was approved and is started again is not held up a second time.
+
+    Args:
+        packs_there: packs whose hidden states are in the store.
 
     Raises:
         InputError: nobody can be asked, since the run has no server; or the answer was no.
@@ -84,8 +94,10 @@ def check_budget(
         key="plan",
         description=f"Extraction of {tokens.url}",
     )
-    dollars, limit = numbers["dollars_in_first_month"], budget.approve_above_dollars
-    if not limit or dollars <= limit:
+    left = 1 - packs_there / numbers["num_packs"]
+    dollars, limit = left * numbers["dollars_in_first_month"], budget.approve_above_dollars
+    approved = f"_prefect/runs/{flow_run.id}-approved.json"
+    if not limit or dollars <= limit or tokens.root.exists(approved):
         return numbers
     text = f"extraction of {tokens.path} costs about {dollars:,.2f} dollars, more than {limit:,.2f}"
     if not PREFECT_API_URL.value():
@@ -94,6 +106,7 @@ def check_budget(
     answer: Any = pause_flow_run(wait_for_input=Approval, timeout=PATIENCE_S)
     if not answer.approve:
         raise InputError(f"{text}, and it was not approved")
+    tokens.root.put(approved, b"{}")
     return numbers
 
 

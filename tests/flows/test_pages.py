@@ -80,6 +80,37 @@ def test_the_estimate_adds_hours_and_dollars(tmp_path):
     assert {row["what"] for row in rows(numbers)} >= {"num packs", "size bytes", "wall hours"}
 
 
+def test_nobody_is_asked_for_what_is_there_nor_twice_by_one_run(tmp_path, monkeypatch):
+    from dflash_core.config import ExtractConfig
+    from dflash_core.errors import InputError
+    from dflash_core.storage import Storage
+    from flows import plan
+    from flows.params import Budget
+    from tests import targets
+    from tests.flows import pipeline_case as case
+
+    target = targets.qwen3(tmp_path / "target")
+    root = Storage.from_url(str(tmp_path / "root"))
+    tokens = case.tokens(tmp_path, root, target)
+    num_packs = tokens.facts["num_packs"]
+    whole = plan.estimated(tokens, target, ExtractConfig(), Budget(tokens_per_s=1.0))
+    limit = whole["dollars_in_first_month"] / 2
+    budget = Budget(tokens_per_s=1.0, approve_above_dollars=limit)
+    monkeypatch.setattr(plan, "patiently", lambda *_, **__: None)
+    monkeypatch.setattr(plan.PREFECT_API_URL, "value", lambda: None)  # so that asking fails
+
+    def check(packs_there: int) -> None:
+        plan.check_budget(tokens, target, ExtractConfig(), budget, packs_there)
+
+    check(num_packs)
+    check(num_packs - num_packs // 3)
+    with pytest.raises(InputError, match="costs about"):
+        check(0)
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "run")
+    root.put("_prefect/runs/run-approved.json", b"{}")
+    check(0)
+
+
 @pytest.mark.server
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("approve", [True, False])
@@ -117,5 +148,8 @@ def test_an_extraction_above_the_threshold_waits_for_approval(prefect_server, tm
         run.join(90)
     (state,) = ended
     assert state.is_completed() == approve
+    assert (
+        Storage.from_url(params.root).exists(f"_prefect/runs/{paused[0]}-approved.json") == approve
+    )
     if not approve:
         assert "not approved" in state.message

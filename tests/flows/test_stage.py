@@ -120,11 +120,40 @@ def test_what_a_killed_run_left_half_emptied_is_emptied_by_the_next(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(Storage, "delete", killed)
         with pytest.raises(KeyboardInterrupt):
-            dataset.empty()
+            dataset.empty("another run")
     stage = Stage(params)
     stage.plan(planned, stage.root, params.name)
     assert stage.has_work
-    assert [info.key for info in dataset.storage.list()] == ["request.json"]
+    assert dataset.committed() == set()
+    assert not dataset.storage.exists("data/a")
+
+
+def test_a_forced_run_that_is_started_again_keeps_what_it_made_and_makes_the_rest_anew(
+    tmp_path, monkeypatch
+):
+    from flows._common import Stage
+
+    params = SmallParams(root=str(tmp_path), force=True)
+    root = Storage.from_url(params.root)
+
+    def start(run: str, name: str) -> Stage:
+        monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ROOT_FLOW_RUN_ID", run)
+        stage = Stage(params)
+        stage.plan(planned, root, name)
+        return stage
+
+    early, late = planned(root, "early"), planned(root, "late")
+    for old in (early, late):
+        old.commit("a", {})
+    start("one", "early")
+    assert early.committed() == set()
+    early.commit("a", {})
+    start("one", "early")
+    assert early.committed() == {"a"}, "the run made this itself, before it was killed"
+    start("one", "late")
+    assert late.committed() == set(), "it had not come to this"
+    start("another", "early")
+    assert early.committed() == set()
 
 
 def test_a_run_that_crashes_again_and_again_gives_up(monkeypatch, tmp_path):
