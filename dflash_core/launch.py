@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from dflash_core import errors, train
 from dflash_core.config import Runtime, TargetConfig
 from dflash_core.devices import resolve_device, share_of_threads
-from dflash_core.errors import DeviceError, DFlashError
+from dflash_core.errors import DeviceError, DFlashError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.processes import forward_log, log_again
 from dflash_core.progress import Progress, silent
@@ -31,10 +33,15 @@ _LAST_LINES = 80  # of a child's output, in the error when it dies
 
 
 def devices_of(runtime: Runtime) -> list[str]:
-    """The devices that training takes on this machine."""
+    """The devices that training takes on this machine. Raises InputError when there are too few."""
     device, count = resolve_device(runtime.device), runtime.train_processes
     if device.type != "cuda" or count == 1:
         return [str(device)]
+    if count > torch.cuda.device_count():
+        raise InputError(
+            f"train_processes is {count} and this machine has {torch.cuda.device_count()} GPUs; each process needs "
+            "its own, set train_processes to that number or less"
+        )
     return [f"cuda:{rank}" for rank in range(count)]
 
 

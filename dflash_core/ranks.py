@@ -11,6 +11,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,10 @@ from dflash_core.model import MLP, Drafter
 
 if TYPE_CHECKING:
     from dflash_core.optim import Optimizer
+
+
+# Of ranks for the first one, which writes checkpoints, tens of gigabytes, to a bucket that may be away meanwhile.
+_LONGEST_WAIT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ def joined(device: torch.device) -> Generator[tuple[Ranks, torch.device]]:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=_LONGEST_WAIT)
     try:
         yield Ranks(dist.get_rank(), size), device
     finally:
@@ -135,14 +141,14 @@ class GradientSums:
     """
 
     def __init__(self, optimizer: Optimizer, ranks: Ranks, *, accumulates: bool) -> None:
-        self._optimizer, self._ranks, self._accumulates = optimizer, ranks, accumulates
+        self._optimizer, self._ranks, self.accumulates = optimizer, ranks, accumulates
         self._running: list[dist.Work] = []
         self.is_last_pack = True
         for parameter, copied in optimizer.copies.items():
             copied.register_post_accumulate_grad_hook(functools.partial(self._made, parameter))
 
     def _made(self, parameter: nn.Parameter, copied: Tensor) -> None:
-        if self._accumulates:
+        if self.accumulates:
             self._optimizer.accumulate(parameter)
         if self.is_last_pack and self._ranks.size > 1:
             work = dist.all_reduce(self._optimizer.gradient(parameter), async_op=True)

@@ -325,15 +325,17 @@ class Trainer:
             self._compute = bfloat16_copy(drafter)
         self.optimizer = Optimizer(drafter, config, self._compute)
         self._sums = None
-        accumulates = self.num_packs > 1 and self._compute is not drafter
-        if not sharded and (accumulates or ranks.size > 1):
+        # The same for all ranks, also where some have a pack more: they add the same tensors.
+        accumulates = config.packs_per_step > ranks.size
+        has_copy = self._compute is not drafter
+        if not sharded and (ranks.size > 1 or (accumulates and has_copy)):
             self._sums = GradientSums(self.optimizer, ranks, accumulates=accumulates)
         self._embedding_VH, self._head_VH = embedding_VH, head_VH
         self._compiled, self._teacher_norm = compiled, teacher_norm
         self._flops_per_s = None
         if self.device.type == "cuda":
             self._flops_per_s = matmul_flops_per_s(self.device, torch.bfloat16)
-        self._ahead: Batch | None = None
+        self._ahead: Batch | Exception | None = None
         self._rounded = self._rounded_weights()
         self._compute.recompute = recompute
         if compiled:
@@ -360,6 +362,8 @@ class Trainer:
             if self._sums:
                 self._sums.is_last_pack = slot == self.num_packs - 1
             batch, self._ahead = self._ahead or self._next(packs, self.step, slot), None
+            if isinstance(batch, Exception):
+                raise batch
             assert batch is not None, "the reader ended before the run did"
             loss, pack_counts = self.pack_loss(batch)
             loss.backward()
@@ -370,7 +374,8 @@ class Trainer:
                 flops += self._flops(batch)
             indices.append(batch.pack.index)
             del batch, loss
-            # Many small things, made ready while a GPU is busy with backward.
+            # Many small things, made ready while a GPU is busy with backward. What goes wrong is raised when
+            # the batch is due, so that what comes before it is done and committed.
             behind = divmod(slot + 1, self.num_packs)
             self._ahead = self._next(packs, self.step + behind[0], behind[1])
         assert counts is not None, "every rank has a pack"
@@ -391,11 +396,17 @@ class Trainer:
             entry["mfu"] = flops / seconds / self._flops_per_s
         return entry
 
-    def _next(self, packs: Iterator[tuple[Pack, Tensor]], step: int, slot: int) -> Batch | None:
-        """The batch of a slot of a step; None when there is no pack."""
+    def _next(
+        self, packs: Iterator[tuple[Pack, Tensor]], step: int, slot: int
+    ) -> Batch | Exception | None:
+        """The batch of a slot of a step, or what kept it from being made; None when there is no pack."""
         asked = time.perf_counter()
-        found = next(packs, None)
-        self._waited += time.perf_counter() - asked
+        try:
+            found = next(packs, None)
+        except Exception as error:  # noqa: BLE001 - raised when it is due
+            return error
+        finally:
+            self._waited += time.perf_counter() - asked
         if found is None:
             return None
         pack, hidden_TLH = found
@@ -542,8 +553,9 @@ class Trainer:
         denominator = float(counts.weight) or 1.0  # 0 when no slot is supervised: all is 0 then
         loss, norm = loss / denominator, norm / denominator
         if not (math.isfinite(loss) and math.isfinite(norm)):
+            packs = self._packs_of_all(indices)
             raise DFlashError(
-                f"step {self.step + 1}: loss is {loss} and gradient norm {norm} on packs {indices}; "
+                f"step {self.step + 1}: loss is {loss} and gradient norm {norm} on packs {packs}; "
                 "training stopped with the last checkpoint intact, lower learning_rate or look for "
                 "damaged hidden states in these packs"
             )
@@ -554,6 +566,12 @@ class Trainer:
         self.optimizer.step(scale, average_decay(self.step, self.config))
         self.step += 1
         return loss, norm, rate, all_tokens, counts
+
+    def _packs_of_all(self, indices: list[int]) -> list[int]:
+        """The packs of a step, of all ranks."""
+        packs = torch.zeros(self.config.packs_per_step, dtype=torch.int64, device=self.device)
+        packs[self.share] = torch.tensor(indices, device=self.device)
+        return self.ranks.add(packs).tolist()
 
     def _fetch(
         self, total: Tensor, tokens: int, counts: SlotCounts
@@ -635,13 +653,21 @@ def _start(
     """The trainer at the newest checkpoint; commits the untrained one when there is none."""
     shape = _resolve(store, target, config)
     embedding, head = _frozen_ends(target, shape, device)
-    step = 0
-    if committed_steps(dataset):
+    # One look: the first rank may commit while others would look again.
+    step, begun = 0, bool(committed_steps(dataset))
+    if begun:
         drafter, _, step = load_drafter(dataset, averaged=False)
     else:
         drafter = Drafter(shape, torch.Generator().manual_seed(config.seed))
         if config.warm_start:
-            tensors, _ = read_start(dataset.root, config.warm_start, shape)
+            tensors, content = read_start(dataset.root, config.warm_start, shape)
+            planned = dataset.request["inputs"]["warm_start"]
+            require_same(
+                f"warm_start {config.warm_start!r}",
+                {"content": content},
+                {"content": planned},
+                "it changed since the run was planned; start the run again",
+            )
             start_from(drafter, tensors, config.warm_start)
     trainer = Trainer(
         drafter.to(device),
@@ -656,7 +682,7 @@ def _start(
         teacher_norm=_teacher_norm(target, device) if config.learns_from == "last" else None,
     )
     ranks.wait()  # nobody commits before all have looked
-    if committed_steps(dataset):
+    if begun:
         restore_optimizer(dataset, step, trainer.drafter, trainer.optimizer)
         log.info("%s continues from step %d of %d", dataset.path, step, config.num_steps)
     else:
@@ -672,7 +698,7 @@ def read_start(root: Storage, source: str, shape: DrafterShape) -> tuple[dict[st
         shape: of the drafter to be trained.
     """
     if source.startswith(f"{STAGE}/"):
-        run = Dataset.open(root, source)
+        run = Dataset.open(root, source).require_stage(STAGE)
         drafter, _, step = load_drafter(run)
         return drafter.state_dict(), f"{run.fingerprint}/{step}"
     from dflash_core.import_drafter import read_drafter

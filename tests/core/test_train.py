@@ -17,12 +17,19 @@ from dflash_core.checkpoint import (
 )
 from dflash_core.config import DrafterConfig, ExportConfig, ExtractConfig, Runtime, TrainConfig
 from dflash_core.data import packs_of_step
-from dflash_core.errors import DFlashError, IncompleteError, InputError, MismatchError
+from dflash_core.errors import (
+    DFlashError,
+    IncompleteError,
+    InputError,
+    MismatchError,
+    StorageError,
+)
 from dflash_core.hidden_states import HiddenStates, create_store, pack_unit, write_pack
 from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
 from dflash_core.optim import Optimizer
+from dflash_core.ranks import Ranks
 from dflash_core.storage import Storage
 from dflash_core.target import identify, load_causal_lm, load_embedding_and_head
 from dflash_core.train import (
@@ -118,6 +125,32 @@ def test_a_batch_made_ready_early_is_the_one_that_would_be_made_in_time():
         found = early.train_step(stream)
         expected = in_time.train_step(iter(visited[2 * step : 2 * step + 2]))
         assert (found["packs"], found["loss"]) == (expected["packs"], expected["loss"])
+
+
+def test_a_pack_that_cannot_be_read_stops_its_own_step_and_not_the_one_before():
+    trainer = make_trainer(tiny_drafter())
+
+    def packs():
+        pack = make_pack([9, 7], 16)
+        yield pack, random_taps(pack, trainer.drafter.shape)
+        raise StorageError("away")
+
+    stream = packs()
+    assert trainer.train_step(stream)["step"] == 1
+    with pytest.raises(StorageError, match="away"):
+        trainer.train_step(stream)
+    assert trainer.step == 1
+
+
+def test_ranks_with_a_pack_more_add_gradients_of_the_same_type():
+    """3 packs on 2 ranks: the sums of one rank are float32 on a GPU, so those of the other must be, too."""
+    embedding, config = torch.randn(32, 16), TrainConfig(packs_per_step=3)
+    pair = [
+        Trainer(tiny_drafter(), embedding, embedding, config, ranks=Ranks(rank, 2))
+        for rank in range(2)
+    ]
+    assert [trainer.num_packs for trainer in pair] == [2, 1]
+    assert [trainer._sums.accumulates for trainer in pair] == [True, True]
 
 
 def test_a_pack_without_supervised_tokens_gives_zero_loss_and_finite_weights():
@@ -260,6 +293,11 @@ def test_a_run_starts_from_the_drafter_of_another_with_more_layers(root, target)
     first = train(root, hidden, target)
     drafter = CONFIG.drafter.model_copy(update={"num_hidden_layers": 3})
     config = CONFIG.model_copy(update={"drafter": drafter, "warm_start": first.path})
+    with pytest.raises(
+        IncompleteError
+    ):  # it may still train, and then there is no one drafter of it
+        plan(root, "demo", hidden, target, config)
+    seal(first, hidden)
     second = plan(root, "demo", hidden, target, config)
     assert second.request["inputs"]["warm_start"] == f"{first.fingerprint}/5"
     run(second, hidden, target, CPU)
@@ -325,6 +363,7 @@ def copy_folder(storage, folder):
 def test_a_drafter_that_does_not_fit_is_no_start(root, target):
     hidden = make_hidden(root, target)
     first = train(root, hidden, target)
+    seal(first, hidden)
     drafter = CONFIG.drafter.model_copy(update={"head_dim": 16})
     config = CONFIG.model_copy(update={"drafter": drafter, "warm_start": first.path})
     with pytest.raises(
