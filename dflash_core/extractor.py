@@ -301,6 +301,10 @@ class Extractor:
         absmax = max(-low, high)
         if not np.isfinite(absmax):
             check_rows(pack, slot.states())  # raises, and names the sample
+            raise InputError(
+                f"the target's last layer gives NaN or infinity in pack {pack.index}, and the teacher's most likely "
+                "tokens come of it; set the target's dtype to bfloat16 or float32"
+            )
         facts = {
             "path": self.path,
             "device": self._device.type,

@@ -18,6 +18,7 @@ import json
 import logging
 import os
 import time
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import as_completed
@@ -431,8 +432,11 @@ def write_packed(
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]],
     pack_tokens: int,
     contract: dict,
-) -> dict[str, int]:
-    """Plans the packs, writes the samples in their order and where each lies; returns the sizes.
+) -> dict[str, Any]:
+    """Plans the packs, writes the samples in their order and where each lies; returns facts for the manifest.
+
+    Zarr reads an object that was lost as zeros, so each pack has a checksum, and the arrays of places are named
+    by their hash.
 
     Args:
         parts: lengths of the samples, int64, and all token ids and masks one behind the other.
@@ -447,6 +451,7 @@ def write_packed(
         "offset": np.concatenate([[0], np.cumsum(lengths[order])]).astype(np.int64),
         "pack": pack[order],
         "row": row[order],
+        "checksum": np.zeros(num_packs, np.uint32),
     }
     total = int(places["offset"][-1])
     # Mode "a" leaves everything else below the prefix alone; overwriting a group would delete it.
@@ -467,6 +472,9 @@ def write_packed(
         samples = [
             sample for part in parts for sample in np.split(part[column], np.cumsum(part[0])[:-1])
         ]
+        for i in order:
+            checksum = int(places["checksum"][pack[i]])
+            places["checksum"][pack[i]] = zlib.crc32(samples[i].data, checksum)
         start = 0
         for block in _blocks(samples[i] for i in order):
             array[start : start + len(block)] = block
@@ -478,7 +486,12 @@ def write_packed(
         "num_packs": num_packs,
         "pack_tokens": pack_tokens,
         "total_tokens": total,
+        "places_sha256": _digest(places),
     }
+
+
+def _digest(places: dict[str, np.ndarray]) -> str:
+    return sha256(b"".join(values.tobytes() for values in places.values()))
 
 
 def _blocks(samples: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
@@ -517,9 +530,21 @@ class Tokens:
         self.pack_tokens: int = facts["pack_tokens"]
         self.contract: dict = facts["contract"]
         self.offset, self.pack, self.row = (group[name][:] for name in ("offset", "pack", "row"))
+        self._checksum = None
+        if "places_sha256" in facts:
+            self._checksum = group["checksum"][:]
+            places = {"offset": self.offset, "pack": self.pack, "row": self.row}
+            if _digest({**places, "checksum": self._checksum}) != facts["places_sha256"]:
+                raise self._corrupt("where the samples lie does")
         self._input_ids, self._loss_mask = group["input_ids"], group["loss_mask"]
         if facts["total_tokens"] * 5 < _WHOLE_BYTES:
             self._input_ids, self._loss_mask = self._input_ids[:], self._loss_mask[:]
+
+    def _corrupt(self, what: str) -> CorruptError:
+        return CorruptError(
+            f"{self.dataset.url}: {what} not match the checksum; an object was lost or altered, tokenize again "
+            "with force"
+        )
 
     @classmethod
     def open(cls, dataset: Dataset) -> Tokens:
@@ -540,6 +565,11 @@ class Tokens:
         mask = np.zeros(self.pack_tokens, dtype=np.uint8)
         ids[: part.stop - part.start] = self._input_ids[part]
         mask[: part.stop - part.start] = self._loss_mask[part]
+        if self._checksum is not None:
+            size = part.stop - part.start
+            checksum = zlib.crc32(mask[:size].data, zlib.crc32(ids[:size].data))
+            if checksum != self._checksum[index]:
+                raise self._corrupt(f"the tokens of pack {index} do")
         return Pack(
             index=index,
             input_ids=ids,

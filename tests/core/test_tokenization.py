@@ -9,7 +9,7 @@ from dflash_core import tokenization
 from dflash_core.chat import Chat, Unrenderable
 from dflash_core.config import TokenizeConfig
 from dflash_core.corpus.rows import CORPORA, Row, content_id, write_part
-from dflash_core.errors import IncompleteError, InputError
+from dflash_core.errors import CorruptError, IncompleteError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.masking import renderings, samples_of
 from dflash_core.packing import plan_packs
@@ -487,6 +487,16 @@ def test_packs_are_read_by_range_where_the_tokens_do_not_fit_in_memory(root, tmp
         np.testing.assert_array_equal(
             lazy.read_pack(index).input_ids, whole.read_pack(index).input_ids
         )
+
+
+@pytest.mark.parametrize("array", ["input_ids", "loss_mask", "offset", "row", "checksum"])
+def test_an_object_that_was_lost_is_not_read_as_zeros(root, tmp_path, array):
+    _, dataset = run(root, conversations(10), chats.target(tmp_path / "target"))
+    lost = [i.key for i in dataset.storage.list(f"{array}/c")]
+    assert lost
+    dataset.storage.delete(lost)
+    with pytest.raises(CorruptError, match="not match the checksum; an object was lost"):
+        Tokens.open(dataset).read_pack(0)
 
 
 def test_a_killed_run_continues_with_the_missing_parts_and_ends_the_same(
