@@ -75,7 +75,7 @@ def plan(
     """
     from dflash_core.target import identify
 
-    _require_target(run, target, "evaluate with the target of the training run")
+    require_target(run, target, "evaluate with the target of the training run")
     inputs = {
         "run": run.fingerprint,
         "corpus": corpus.require_stage(CORPORA).fingerprint,
@@ -173,7 +173,8 @@ def seal(dataset: Dataset) -> dict:
     return dataset.seal(wanted, facts)
 
 
-def _require_target(run: Dataset, target: TargetConfig, advice: str) -> None:
+def require_target(run: Dataset, target: TargetConfig, advice: str) -> None:
+    """Raises MismatchError unless this training run is of this target."""
     from dflash_core.target import identify
 
     contract = run.require_stage("runs").facts["contract"]
@@ -225,7 +226,7 @@ def _identity_of(root: Storage, other: DrafterSource, target: TargetConfig) -> s
     """What names another drafter in the fingerprint: its run, or the hash of its files."""
     run = _run_of(root, other.source)
     if run is not None:
-        _require_target(run, target, "compare drafters of one target")
+        require_target(run, target, "compare drafters of one target")
         return run.fingerprint
     return _import(other, target).content
 

@@ -47,13 +47,24 @@ _SUSPECTS = (
 )
 
 
-def plan(root: Storage, name: str, measured: Dataset, config: ServedConfig) -> Dataset:
+def plan(
+    root: Storage, name: str, measured: Dataset, target: TargetConfig, config: ServedConfig
+) -> Dataset:
     """The measurement of this request, new or continued.
 
     Args:
         measured: a complete evaluation of the same drafter; its prompts are asked.
+        target: whose tokenizer reads the expected answers.
+
+    Raises:
+        MismatchError: the evaluation is of another target.
     """
     inputs = {"evaluation": measured.require_stage(evaluation.STAGE).fingerprint}
+    run = measured.request["inputs"]["run"]
+    for folder in measured.root.child("runs").folders():
+        if folder.endswith(f"-{run}"):
+            trained = Dataset.open(measured.root, f"runs/{folder}")
+            evaluation.require_target(trained, target, "give the target of the evaluation")
     return Dataset.create(root, STAGE, name, version=VERSION, config=config, inputs=inputs)
 
 

@@ -202,18 +202,16 @@ def load_drafter(path: str, root: str, target: TargetConfig) -> ImportedDrafter:
         MismatchError: the run is of another target.
     """
     from dflash_core import checkpoint
+    from dflash_core.evaluation import require_target
     from dflash_core.import_drafter import ImportedDrafter, read_drafter
-    from dflash_core.manifest import Dataset, require_same
+    from dflash_core.manifest import Dataset
     from dflash_core.storage import Storage
-    from dflash_core.target import identify, text_config
+    from dflash_core.target import text_config
 
     if not path.startswith("runs/"):
         return read_drafter(path, num_target_layers=text_config(target).num_hidden_layers)
     run = Dataset.open(Storage.from_url(root), path)
-    contract = run.require_stage("runs").facts["contract"]
-    ours = identify(target).contract()
-    theirs = {key: contract.get(key) for key in ours}
-    require_same(f"target {target.id!r} and {path}", ours, theirs, "give the run's own target")
+    require_target(run, target, "give the run's own target")
     drafter, shape, step = checkpoint.load_drafter(run)
     return ImportedDrafter("run", shape, drafter.state_dict(), None, None, f"step {step}")
 

@@ -10,6 +10,7 @@ from dflash_core.storage import Storage
 from flows._common import Stage, StageResult, progress_on_page, stage_flow, stage_task
 from flows.charts import fenced
 from flows.params import CurateParams
+from flows.server import patiently
 
 
 @stage_task
@@ -40,10 +41,9 @@ def _show_reasons(sources: dict[str, dict], url: str) -> None:
     """Rows by reason and by length on the run's page, beside its summary."""
     reasons = [line for line in report.lines(sources) if line["kind"] not in ("rows", "length")]
     if reasons:
-        create_table_artifact(reasons, key="curate-reasons", description=url)
-    create_markdown_artifact(
-        fenced(report.length_chart(sources)), key="curate-lengths", description=url
-    )
+        patiently(create_table_artifact, reasons, key="curate-reasons", description=url)
+    chart = fenced(report.length_chart(sources))
+    patiently(create_markdown_artifact, chart, key="curate-lengths", description=url)
 
 
 if __name__ == "__main__":

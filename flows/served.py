@@ -26,7 +26,9 @@ def served(params: ServedParams) -> StageResult:
     """Drives a vLLM or SGLang server and reads its counters; warns where they part from the evaluation."""
     stage = Stage(params)
     measured = Dataset.open(stage.root, params.evaluation)
-    dataset = stage.plan(serving.plan, stage.root, params.name, measured, params.served)
+    dataset = stage.plan(
+        serving.plan, stage.root, params.name, measured, params.target, params.served
+    )
     if stage.has_work:
         units = serving.units(params.served)
         stage.run(ask_server, params, units, serving.missing(dataset), span=len(units))

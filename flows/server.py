@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 from prefect import get_run_logger
-from prefect.exceptions import PrefectHTTPStatusError
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 
 PATIENCE_S = 600.0  # as long as `dflash_core.storage` waits for a bucket
 PAUSE_S = 3.0
@@ -19,7 +19,9 @@ PAUSE_S = 3.0
 
 def is_away(error: Exception) -> bool:
     """True when the server did not answer, or was not ready to."""
-    if isinstance(error, PrefectHTTPStatusError):
+    if isinstance(error, ConcurrencySlotAcquisitionError):
+        return isinstance(error.__cause__, Exception) and is_away(error.__cause__)
+    if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code >= 500
     return isinstance(error, httpx.TransportError)
 
@@ -30,7 +32,7 @@ def patiently(call: Callable, *args: Any, **kwargs: Any) -> Any:
     while True:
         try:
             return call(*args, **kwargs)
-        except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        except (httpx.HTTPError, ConcurrencySlotAcquisitionError) as error:
             if not is_away(error) or time.monotonic() > deadline:
                 raise
             get_run_logger().warning("the Prefect server is away: %s", error)
@@ -41,6 +43,6 @@ def once(call: Callable, *args: Any, **kwargs: Any) -> None:
     """`call(...)` unless the server is away: for what the next update will show anyway."""
     try:
         call(*args, **kwargs)
-    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+    except httpx.HTTPError as error:
         if not is_away(error):
             raise

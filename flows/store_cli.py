@@ -37,7 +37,7 @@ def _open(root: str, path: str) -> Dataset:
 
 @app.command()
 def plan(
-    tokens: Annotated[str, typer.Argument(help="Such as tokens/demo-0123456789ab.")],
+    tokens: Annotated[str, typer.Argument(help="Such as tokens/demo-0123456789ab.")] = "",
     target: Annotated[str, typer.Option(help="Hugging Face id or folder.")] = "",
     tokens_per_s: Annotated[
         float, typer.Option(help="Measured rate of one GPU; 0 estimates it for --card.")
@@ -47,7 +47,7 @@ def plan(
     overrides: Annotated[
         list[str],
         typer.Option(
-            "--set", "-s", metavar="KEY=VALUE", help="Such as extract.codec=zstd; see below."
+            "--set", "-s", metavar="KEY=VALUE", help="Such as extract.codec=zstd; see --parameters."
         ),
     ] = [],  # noqa: B006 - typer copies it
     parameters: Annotated[

@@ -5,7 +5,7 @@ import pytest
 from dflash_core import evaluation
 from dflash_core import served_evaluation as served
 from dflash_core.config import EvaluateConfig, Runtime, ServedConfig
-from dflash_core.errors import IncompleteError, InputError, StorageError
+from dflash_core.errors import IncompleteError, InputError, MismatchError, StorageError
 from dflash_core.storage import Storage
 from dflash_core.target import load_tokenizer
 from tests import targets
@@ -66,7 +66,7 @@ def root(tmp_path):
 
 def asked(root, measured, target, server, **options):
     config = ServedConfig(endpoint=server.url, **options)
-    dataset = served.plan(root, "demo", measured, config)
+    dataset = served.plan(root, "demo", measured, target, config)
     served.run(dataset, measured, target)
     return dataset, served.seal(dataset)["facts"]["levels"]
 
@@ -95,6 +95,12 @@ def test_vllm_agrees_with_the_evaluation_at_every_concurrency(root, measured, ta
     assert "suspect" not in report
 
 
+def test_another_target_than_that_of_the_evaluation_is_refused(root, measured, tmp_path):
+    other = targets.llama(tmp_path / "other")
+    with pytest.raises(MismatchError, match="give the target of the evaluation"):
+        served.plan(root, "demo", measured, other, ServedConfig(endpoint="http://127.0.0.1:9"))
+
+
 def test_a_server_that_accepts_less_is_warned_of(root, measured, target, engine, caplog):
     dataset, levels = asked(
         root, measured, target, engine("vllm", forget=1), concurrency=[2], num_prompts=4
@@ -116,7 +122,7 @@ def test_sglang_gives_an_average_since_its_start(root, measured, target, engine)
 def test_levels_that_are_committed_are_not_asked_again(root, measured, target, engine):
     server = engine("vllm")
     config = ServedConfig(endpoint=server.url, concurrency=[1, 2])
-    dataset = served.plan(root, "demo", measured, config)
+    dataset = served.plan(root, "demo", measured, target, config)
     dataset.commit("concurrency-0001", {"acceptance_length": 1.0})
     with pytest.raises(IncompleteError):
         served.seal(dataset)
@@ -139,11 +145,11 @@ def test_a_server_without_drafter_without_engine_or_not_there_is_one_sentence(
     with pytest.raises(InputError, match="does not speculate"):
         asked(root, measured, target, engine("vllm", forget=0), engine="sglang")
     config = ServedConfig(endpoint=idle.url, engine="vllm")
-    dataset = served.plan(root, "demo", measured, config)
+    dataset = served.plan(root, "demo", measured, target, config)
     with pytest.raises(InputError, match="/metrics answers 404"):
         served.run(dataset, measured, target)
     config = ServedConfig(endpoint="http://127.0.0.1:9")
-    dataset = served.plan(root, "demo", measured, config)
+    dataset = served.plan(root, "demo", measured, target, config)
     with pytest.raises(StorageError, match="is it running"):
         served.run(dataset, measured, target)
     assert dataset.committed() == set()

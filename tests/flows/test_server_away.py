@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.exceptions import PrefectHTTPStatusError
 
 from flows import server
@@ -38,6 +39,37 @@ def quick(monkeypatch):
 def test_a_call_waits_until_the_server_is_back():
     flaky = Flaky(httpx.ConnectError("refused"), status(503), httpx.ReadTimeout("slow"))
     assert server.patiently(flaky, 7) == 7
+
+
+def test_so_does_one_for_a_limit(monkeypatch):
+    """Prefect hides what happened in an error of its own."""
+    from prefect.concurrency import sync
+
+    from flows.gpu_limits import holding
+
+    tried = []
+
+    class Slots:
+        def __init__(self, names: list[str], **_: object) -> None:
+            self.names = names
+
+        def __enter__(self) -> None:
+            tried.append(self.names)
+            if len(tried) == 1:
+                raise ConcurrencySlotAcquisitionError("no slot") from httpx.ConnectError("refused")
+            if len(tried) == 3:
+                raise ConcurrencySlotAcquisitionError("no slot") from status(422)
+
+        def __exit__(self, *_: object) -> None:
+            tried.append("released")
+
+    monkeypatch.setattr(sync, "concurrency", Slots)
+    with holding(["cuda:1", "cpu"]):
+        assert len(tried) == 2
+        assert tried[1][0].endswith("-1")
+    assert tried.pop() == "released"
+    with pytest.raises(ConcurrencySlotAcquisitionError), holding(["cuda:0"]):
+        pass
 
 
 def test_a_refusal_is_not_an_outage():
