@@ -5,18 +5,22 @@ import itertools
 import pytest
 import torch
 
+from dflash_core import launch
 from dflash_core.checkpoint import load_drafter, restore_optimizer, save_checkpoint
-from dflash_core.config import TrainConfig
+from dflash_core.config import Runtime, TrainConfig
 from dflash_core.data import read_ahead
 from dflash_core.loss import DISTILLATIONS, LastStates, TopK, frozen_head_loss
 from dflash_core.manifest import Dataset
 from dflash_core.model import Drafter
 from dflash_core.optim import Optimizer, bfloat16_copy
 from dflash_core.storage import Storage
-from dflash_core.train import Trainer
+from dflash_core.train import Trainer, missing, plan
+from tests import targets
+from tests.core.test_train import CONFIG, make_hidden
 from tests.drafters import ATTENTION, make_blocks, make_pack, random_taps, tiny_shape
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
 
 
 def make_trainer(device, shape, compiled=False, **changes):
@@ -117,3 +121,26 @@ def test_compiled_losses_are_those_of_plain_code_on_the_cpu(kind, top_k):
     torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
     assert (our_hits == hits).float().mean() > 0.99
     assert torch.cosine_similarity(our_gradient.flatten(), gradient.flatten(), dim=0) > 0.999
+
+
+def test_a_run_takes_place_in_a_child_and_goes_on_after_an_interruption(tmp_path, caplog):
+    root = Storage.from_url(str(tmp_path / "root"))
+    target = targets.qwen3(tmp_path / "target")
+    hidden = make_hidden(root, target)
+    runtime = Runtime(device=DEVICE, compile=False)
+    run = plan(root, "demo", hidden, target, CONFIG)
+
+    def interrupt(done, total, numbers):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    before = torch.cuda.memory_allocated() if DEVICE == "cuda" else 0
+    with pytest.raises(KeyboardInterrupt):
+        launch.run(run, hidden, target, runtime, interrupt)
+    assert missing(run)
+    with caplog.at_level("INFO", logger="dflash_core"):
+        launch.run(run, hidden, target, runtime)
+    assert missing(run) == []
+    assert any("continues from step 2 of 5" in line for line in caplog.messages)
+    if DEVICE == "cuda":
+        assert torch.cuda.memory_allocated() == before, "all of it was the child's"
