@@ -33,7 +33,6 @@ from dflash_core.errors import DeviceError, DFlashError, StorageError
 from dflash_core.manifest import Dataset, canonical_json, sha256
 from dflash_core.progress import Progress
 from dflash_core.storage import Storage
-from flows import events
 from flows.compute_thread import on_compute_thread
 from flows.gpu_limits import holding
 from flows.gpu_page import gpus_on_page
@@ -201,10 +200,10 @@ class Stage:
         )
         storage = patiently(results_block, self.root.url)
         with (
-            _told(),
+            # First: loading a target, too, can stall.
+            _stage_progress(len(units), len(units) - len(left)) as advance,
             gpus_on_page(),
             _devices(job, devices) as width,
-            _stage_progress(len(units), len(units) - len(left)) as advance,
         ):
             slots, failed, futures = Semaphore(width), Event(), []
 
@@ -310,16 +309,6 @@ def _stop_when_interrupted() -> Generator[None]:
             for workers in _workers.values():
                 workers.close()
         raise
-
-
-@contextmanager
-def _told() -> Generator[None]:
-    """Tells the server that the stage runs, and that it does not any more."""
-    events.emit(events.STARTED, flow_run.id)
-    try:
-        yield
-    finally:
-        events.emit(events.ENDED, flow_run.id)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ LOG_EVERY_S = 60.0
 
 stopping = Event()  # the run was cancelled: threads of tasks end at their next step
 
+_bars: Counter[str | None] = Counter()  # that are open, by run: of its stage, of its tasks
+_bars_lock = Lock()
+
 
 class Stopped(DFlashError):
     """The run was cancelled or told to end; what is committed stays."""
@@ -33,7 +37,7 @@ class Stopped(DFlashError):
 def progress_on_page(
     stage: str, what: str, *, start: int = 0, key: str = "progress"
 ) -> Generator[Progress]:
-    """A progress bar on the run's page, a line a minute in its log, and an event for the stall automation.
+    """A progress bar on the run's page, a line a minute in its log, and the events of `flows.events`.
 
     The progress raises `Stopped` once the run is cancelled.
 
@@ -41,8 +45,29 @@ def progress_on_page(
         start: units that were done before; they say nothing about the time that is left.
         key: the artifact is `<stage>-<key>`, letters, digits and dashes.
     """
-    with ThreadPoolExecutor(1) as sender:
+    with _told(), ThreadPoolExecutor(1) as sender:
         yield _Bar(f"{stage}-{key}".replace("_", "-"), what, start, sender)
+
+
+@contextmanager
+def _told() -> Generator[None]:
+    """Tells the server that the stage runs, and when the last bar of the run is closed, that it does not any more.
+
+    A bar commits, and what has committed counts as running until it is told to have ended.
+    """
+    run_id = flow_run.id
+    with _bars_lock:
+        _bars[run_id] += 1
+        if _bars[run_id] == 1:
+            events.emit(events.STARTED, run_id)
+    try:
+        yield
+    finally:
+        with _bars_lock:
+            _bars[run_id] -= 1
+            if not _bars[run_id]:
+                del _bars[run_id]
+                events.emit(events.ENDED, run_id)
 
 
 class _Bar:

@@ -46,14 +46,15 @@ def inbox():
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
+def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path, monkeypatch):
     from prefect import tags
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
     from prefect.client.orchestration import get_client
 
     from flows import automations, events
-    from flows._common import stage_flow
+    from flows._common import progress_on_page, stage_flow
 
+    monkeypatch.setattr(events, "EVERY_S", 0.0)
     url, texts = inbox
     hook = CustomWebhookNotificationBlock(
         name="inbox", url=url, method="POST", json_data={"text": "{{subject}} {{body}}"}
@@ -64,6 +65,11 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
     def fails(params: StageParams) -> None:
         raise InputError("rows.jsonl has no column 'messages'")
 
+    @stage_flow
+    def ends(params: StageParams) -> None:
+        with progress_on_page("ends", "units") as progress:
+            progress(1, 1, {})
+
     working, stalled = str(uuid.uuid4()), str(uuid.uuid4())
     with get_client(sync_client=True) as client:
         try:
@@ -71,6 +77,7 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
             time.sleep(5)  # the server reads its automations anew
             with tags("dflash"), pytest.raises(InputError):
                 fails(StageParams(root=str(tmp_path)))
+            ends(StageParams(root=str(tmp_path)))
             events.emit(events.STARTED, stalled)
             events.emit(events.STARTED, working)
             deadline = time.monotonic() + 120
@@ -84,6 +91,7 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path):
     assert len(failed) == 1
     assert "rows.jsonl has no column 'messages'" in failed[0]
     assert [text for text in texts if "no progress" in text], texts
+    assert not [text for text in texts if "ends-demo" in text], "it has told that it ended"
     assert len(texts) == 2, "the stage that commits is left alone"
 
 
