@@ -8,21 +8,20 @@ done, whatever the states of runs say.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
-from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
-from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runtime import flow_run
-from prefect.states import Cancelling
+from prefect.states import Cancelling, Scheduled
 
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.manifest import Dataset
@@ -33,10 +32,10 @@ from flows.progress import progress_on_page
 from flows.server import patiently
 
 POLL_S = 5.0
-MAX_CRASHES = 5  # of one span or stage, before the run that waits for it gives up
-# An automation starts crashed runs of whole stages again; until this has passed, it may still do so.
+MAX_CRASHES = 5  # of one child, before the run that waits for it gives up
+# An automation starts crashed runs with the tag `resumable` again; until this has passed, it may still do so.
 CRASH_GRACE_S = 120.0
-# A run that no worker takes for so long is worth a line in the log.
+# Runs of which no worker takes any for so long are worth a line in the log.
 TAKEN_WITHIN_S = 60.0
 
 
@@ -52,65 +51,31 @@ def run(
     Raises:
         DFlashError: a child failed or was cancelled, or one span crashed too often.
     """
-    parts = spans(units, params.runtime.units_per_run)
     alone = params.runtime.model_copy(update={"units_per_run": 0})
-    child = params.model_copy(update={"runtime": alone, "force": False})
-    open_spans: dict[UUID, _Span] = {}
-    stage = str(flow_run.flow_name)
+    child_params = params.model_copy(update={"runtime": alone, "force": False})
     left = set(missing(dataset))
     start = len(units) - len(left)
-    with (
-        get_client(sync_client=True) as client,
-        progress_on_page(stage, f"{stage}, all workers", start=start, key="stage") as progress,
-    ):
-        try:
-            for part in parts:
-                if left & set(part):
-                    span = _Span(deployment, child, dataset.path, part)
-                    open_spans[span.start()] = span
-            get_run_logger().info(
-                "%d units are missing, in %d child runs", len(left), len(open_spans)
-            )
-            while open_spans:
-                time.sleep(POLL_S)
-                ended = [child for child in _read(client, list(open_spans)) if _is_final(child)]
-                left = set(missing(dataset))
-                progress(len(units) - len(left), len(units), {"child_runs": len(open_spans)})
-                for child_run in ended:
-                    span = open_spans.pop(child_run.id)
-                    if left & set(span.units):
-                        span.has_crashed(child_run)
-                        open_spans[span.start()] = span
-        except BaseException:
-            _cancel(client, list(open_spans))
-            raise
 
+    def child(part: list) -> _Child:
+        return _Child(
+            deployment,
+            {"params": child_params.model_dump(mode="json"), "path": dataset.path, "units": part},
+            name=f"{dataset.path.rpartition('/')[2]} {part[0]} to {part[-1]}",
+            key=f"{dataset.path}:{part[0]}:{part[-1]}",
+            is_done=lambda _: left.isdisjoint(part),
+        )
 
-class _Span:
-    """Units of one child run, and the runs that were made for them."""
+    parts = spans(units, params.runtime.units_per_run)
+    children = [child(part) for part in parts if not left.isdisjoint(part)]
+    get_run_logger().info("%d units are missing, in %d child runs", len(left), len(children))
+    stage = str(flow_run.flow_name)
+    with progress_on_page(stage, f"{stage}, all workers", start=start, key="stage") as progress:
 
-    def __init__(self, deployment: str, params: StageParams, path: str, units: list) -> None:
-        self.units = units
-        self._deployment = deployment
-        self._parameters = {"params": params.model_dump(mode="json"), "path": path, "units": units}
-        self._name = f"{path.rpartition('/')[2]} {units[0]} to {units[-1]}"
-        self._key = f"{path}:{units[0]}:{units[-1]}"
-        self._attempt = 0
-        self._crashes = 0
+        def look(child_runs: int) -> None:
+            left.intersection_update(missing(dataset))
+            progress(len(units) - len(left), len(units), {"child_runs": child_runs})
 
-    def start(self) -> UUID:
-        """A run that is not over: one of an earlier start of the parent, or a new one."""
-        while True:
-            key = f"{self._key}:{self._attempt}"
-            child = _start(self._deployment, self._parameters, self._name, key)
-            if not _is_over(child):
-                return child.id
-            self._attempt += 1
-
-    def has_crashed(self, child: FlowRun) -> None:
-        """Raises DFlashError unless another run may help."""
-        self._crashes += 1
-        _must_have_crashed(child, self._crashes)
+        _see_through(children, look)
 
 
 def run_stage(flow_name: str, deployment: str, params: StageParams) -> StageResult:
@@ -119,59 +84,121 @@ def run_stage(flow_name: str, deployment: str, params: StageParams) -> StageResu
     Raises:
         DFlashError: it did not complete.
     """
-    parameters, name = {"params": params.model_dump(mode="json")}, f"{flow_name}-{params.name}"
-    crashes = 0
-    with get_client(sync_client=True) as client:
-        for attempt in count(1):
-            child = _start(deployment, parameters, name, f"{flow_run.id}:{flow_name}:{attempt}")
-            if _is_over(child) and not _is_completed(child):
-                continue  # it ended before this pipeline run was started again
-            try:
-                child = _wait(client, child.id)
-            except BaseException:
-                _cancel(client, [child.id])
-                raise
-            if _is_completed(child):
-                break
-            crashes += 1
-            _must_have_crashed(child, crashes)
-    body = Storage.from_url(params.root).get(result_key(str(child.id)))
+    child = _Child(
+        deployment,
+        {"params": params.model_dump(mode="json")},
+        name=f"{flow_name}-{params.name}",
+        key=f"{flow_run.id}:{flow_name}",
+        is_done=lambda state: state.is_completed(),
+    )
+    _see_through([child])
+    body = Storage.from_url(params.root).get(result_key(str(child.run.id)))
     return StageResult.model_validate_json(body)
 
 
-def _must_have_crashed(child: FlowRun, crashes: int) -> None:
-    """Raises DFlashError unless the run crashed, and not too often."""
-    state = child.state
-    if state is None or state.type != StateType.CRASHED or crashes >= MAX_CRASHES:
-        raise DFlashError(
-            f"run {child.name!r} ended as {state.name if state else 'unknown'} with work left: "
-            f"{(state.message if state else '') or 'see its log'}"
-        )
-    get_run_logger().warning("run %r crashed; its work is handed out again", child.name)
+class _Child:
+    """Work for another machine, and the runs that are made for it one after the other."""
+
+    run: FlowRun  # that `start` found or made, as it was when last seen
+
+    def __init__(
+        self,
+        deployment: str,
+        parameters: dict[str, Any],
+        *,
+        name: str,
+        key: str,
+        is_done: Callable[[State], bool],
+    ) -> None:
+        self.is_done = is_done
+        self._deployment = deployment
+        self._parameters = parameters
+        self._name = name
+        self._key = key
+        self._attempt = 1
+        self._crashes = 0
+
+    @property
+    def state(self) -> State:
+        return self.run.state or Scheduled()  # as every run is made
+
+    def start(self) -> None:
+        """Finds or makes a run that is not over: one of an earlier start of the parent, or a new one."""
+        self._crashed_at: float | None = None
+        while True:
+            key = f"{self._key}:{self._attempt}"
+            self.run = _start(self._deployment, self._parameters, self._name, key)
+            # A parent that was told to stop has cancelled its children.
+            over = self.state.is_final() or self.state.is_cancelling()
+            if not over or self.is_done(self.state):
+                return
+            self._attempt += 1
+
+    def has_ended(self) -> bool:
+        """True when nothing more comes of the run; a crashed one has some time to be started again."""
+        if not self.state.is_crashed():
+            self._crashed_at = None
+            return self.state.is_final()
+        self._crashed_at = self._crashed_at or time.monotonic()
+        grace_s = CRASH_GRACE_S if "resumable" in self.run.tags else 0.0
+        return time.monotonic() - self._crashed_at >= grace_s
+
+    def start_again(self) -> None:
+        """Raises DFlashError unless the run crashed, and not too often."""
+        self._crashes += 1
+        if not self.state.is_crashed() or self._crashes >= MAX_CRASHES:
+            raise DFlashError(
+                f"run {self.run.name!r} ended as {self.state.name} with work left: "
+                f"{self.state.message or 'see its log'}"
+            )
+        get_run_logger().warning("run %r crashed; its work is handed out again", self.run.name)
+        self.start()
 
 
-def _wait(client: SyncPrefectClient, run_id: UUID) -> FlowRun:
-    """The run once it is over; a crashed one has some time to be started again."""
-    crashed_at, told, began = 0.0, False, time.monotonic()
-    while True:
-        child = patiently(client.read_flow_run, run_id)
-        if not _is_final(child):
-            crashed_at = 0.0
-            if not told and _is_untaken(child) and time.monotonic() - began > TAKEN_WITHIN_S:
-                get_run_logger().warning(
-                    "no worker has taken run %r yet: queue %r needs one with a free slot, besides those that runs like "
-                    "this one hold while they wait (dflash worker --limit)",
-                    child.name,
-                    child.work_queue_name,
-                )
-                told = True
-        elif child.state is None or child.state.type != StateType.CRASHED:
-            return child
-        elif not crashed_at:
-            crashed_at = time.monotonic()
-        elif time.monotonic() - crashed_at > CRASH_GRACE_S:
-            return child
-        time.sleep(POLL_S)
+def _see_through(children: Sequence[_Child], look: Callable[[int], None] = lambda _: None) -> None:
+    """Starts the children and returns when all are done; cancels them when it raises.
+
+    Args:
+        look: called with the number of open runs each time their states were read, before anything is made of them.
+    """
+    waiting: list[_Child] = []
+    untaken_since = time.monotonic()
+    with get_client(sync_client=True) as client:
+        try:
+            for child in children:
+                child.start()
+                waiting.append(child)
+            while True:
+                _refresh(client, waiting)
+                untaken_since = _untaken_since(waiting, untaken_since)
+                look(len(waiting))
+                for child in [child for child in waiting if child.has_ended()]:
+                    waiting.remove(child)
+                    if not child.is_done(child.state):
+                        child.start_again()
+                        waiting.append(child)
+                if not waiting:
+                    return
+                time.sleep(POLL_S)
+        except BaseException:
+            _cancel(client, waiting)
+            raise
+
+
+def _untaken_since(waiting: Sequence[_Child], since: float) -> float:
+    """Since when no worker has any of the runs; says so when that is long, once."""
+    now = time.monotonic()
+    if not all(child.state.is_scheduled() for child in waiting):
+        return now
+    if now - since <= TAKEN_WITHIN_S:
+        return since
+    get_run_logger().warning(
+        "no worker has taken run %r yet: queue %r needs one with a free slot, besides those that runs like "
+        "this one hold while they wait (dflash worker --limit)",
+        waiting[0].run.name,
+        waiting[0].run.work_queue_name,
+    )
+    return math.inf
 
 
 def _start(deployment: str, parameters: dict[str, Any], name: str, key: str) -> FlowRun:
@@ -191,35 +218,21 @@ def _start(deployment: str, parameters: dict[str, Any], name: str, key: str) -> 
         ) from None
 
 
-def _read(client: SyncPrefectClient, ids: list[UUID]) -> list[FlowRun]:
-    runs: list[FlowRun] = []
+def _refresh(client: SyncPrefectClient, children: Sequence[_Child]) -> None:
+    """Reads their runs anew."""
+    ids, found = [child.run.id for child in children], {}
     for first in range(0, len(ids), 200):  # the server's own limit of an answer
         some = FlowRunFilter(id=FlowRunFilterId(any_=ids[first : first + 200]))
-        runs += patiently(client.read_flow_runs, flow_run_filter=some, limit=200)
-    return runs
+        runs = patiently(client.read_flow_runs, flow_run_filter=some, limit=200)
+        found |= {run.id: run for run in runs}
+    for child in children:
+        child.run = found.get(child.run.id, child.run)
 
 
-def _cancel(client: SyncPrefectClient, ids: list[UUID]) -> None:
+def _cancel(client: SyncPrefectClient, children: Sequence[_Child]) -> None:
     """Children have no work without their parent; a server that is away keeps them, and that is harmless."""
-    for run_id in ids:
+    for child in children:
         try:
-            client.set_flow_run_state(run_id, Cancelling())
+            client.set_flow_run_state(child.run.id, Cancelling())
         except (httpx.HTTPError, PrefectException) as error:
-            get_run_logger().warning("child run %s could not be cancelled: %s", run_id, error)
-
-
-def _is_final(child: FlowRun) -> bool:
-    return child.state is not None and child.state.is_final()
-
-
-def _is_over(child: FlowRun) -> bool:
-    """Final, or about to be: a parent that was told to stop has cancelled its children."""
-    return _is_final(child) or (child.state is not None and child.state.is_cancelling())
-
-
-def _is_untaken(child: FlowRun) -> bool:
-    return child.state is not None and child.state.is_scheduled()
-
-
-def _is_completed(child: FlowRun) -> bool:
-    return child.state is not None and child.state.is_completed()
+            get_run_logger().warning("run %r could not be cancelled: %s", child.run.name, error)

@@ -1,31 +1,250 @@
-"""Which of the runs that carry its work a parent goes on waiting for."""
+"""How a parent deals with the runs that carry its work: which it waits for, replaces, gives up on."""
 
 from __future__ import annotations
 
-from uuid import uuid4
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from uuid import UUID, uuid4
 
 import pytest
 from prefect.client.schemas.objects import FlowRun
-from prefect.states import Cancelled, Cancelling, Crashed, Running, State
+from prefect.states import (
+    AwaitingRetry,
+    Cancelled,
+    Cancelling,
+    Completed,
+    Crashed,
+    Failed,
+    Running,
+    Scheduled,
+    State,
+)
 
-from flows import fan_out
+from dflash_core.config import Runtime
+from dflash_core.errors import DFlashError
+from dflash_core.storage import Storage
+from flows import events, fan_out
+from flows._common import StageResult, result_key
 from flows.params import ExtractParams
 
+UNITS = list(range(6))
 
-def child(state: State) -> FlowRun:
-    return FlowRun(id=uuid4(), flow_id=uuid4(), name="child", state=state)
+
+class Server:
+    """A Prefect server, its clock, and what happens there each time the parent sleeps."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, FlowRun] = {}  # by key
+        self.given: dict[UUID, dict] = {}  # parameters by run, also of those that were deleted
+        self.tags: list[str] = []  # of the deployment
+        self.happens: Callable[[], None] = lambda: None
+        self._now = 0.0
+
+    def set(self, run: FlowRun, state: State) -> None:
+        """Puts a new state in place; what the parent has read before stays as it was."""
+        (key,) = [key for key, known in self.runs.items() if known.id == run.id]
+        self.runs[key] = run.model_copy(update={"state": state})
+
+    def open(self) -> list[FlowRun]:
+        return [run for run in self.runs.values() if run.state and not run.state.is_final()]
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        assert self._now < 1000, "the parent waits for ever"
+        self.happens()
+
+    def run_deployment(
+        self, _: str, *, parameters: dict, timeout: int, flow_run_name: str, idempotency_key: str
+    ) -> FlowRun:
+        assert timeout == 0
+        if idempotency_key not in self.runs:
+            run = FlowRun(
+                id=uuid4(), flow_id=uuid4(), name=flow_run_name, state=Scheduled(), tags=self.tags
+            )
+            self.runs[idempotency_key], self.given[run.id] = run, parameters
+        return self.runs[idempotency_key]
+
+    def read_flow_runs(self, *, flow_run_filter, limit: int) -> list[FlowRun]:
+        assert len(flow_run_filter.id.any_) <= limit
+        return [run for run in self.runs.values() if run.id in flow_run_filter.id.any_]
+
+    def set_flow_run_state(self, run_id: UUID, state: State) -> None:
+        (run,) = [run for run in self.runs.values() if run.id == run_id]
+        self.set(run, state)
+
+
+@pytest.fixture
+def server(monkeypatch, told):
+    server = Server()
+    monkeypatch.setattr(fan_out, "time", server)
+    monkeypatch.setattr(fan_out, "get_client", lambda **_: nullcontext(server))
+    monkeypatch.setattr(fan_out, "run_deployment", server.run_deployment)
+    monkeypatch.setattr(fan_out, "get_run_logger", lambda: logging.getLogger("flows"))
+    return server
+
+
+@pytest.fixture
+def stage(server, tmp_path):
+    """`run_stage` on a server whose workers do what the test says; a run that completes has its result there."""
+
+    def run(**params: object) -> StageResult:
+        asked = ExtractParams.model_validate({"root": str(tmp_path), **params})
+        return fan_out.run_stage("extract", "extract/default", asked)
+
+    server.tags = ["dflash", "resumable"]
+    server.root = Storage.from_url(str(tmp_path))
+    return run
+
+
+def complete(server: Server, run: FlowRun) -> None:
+    result = StageResult(
+        stage="extract",
+        path="hidden/demo-1",
+        url="",
+        fingerprint="1",
+        run_id=str(run.id),
+        reused=False,
+        seconds=1.0,
+        facts={},
+    )
+    server.root.put(result_key(str(run.id)), result.model_dump_json().encode())
+    server.set(run, Completed())
+
+
+def fan(left: set[int]) -> None:
+    """A stage of six units over child runs of two; `left` holds those that are missing."""
+    params = ExtractParams(runtime=Runtime(units_per_run=2))
+    dataset = SimpleNamespace(path="hidden/demo-1")
+    fan_out.run("extract_units/default", params, dataset, UNITS, lambda _: sorted(left))
+
+
+def work(server: Server, left: set[int], run: FlowRun) -> None:
+    """Has a child run do its units."""
+    left.difference_update(server.given[run.id]["units"])
+    server.set(run, Completed())
 
 
 @pytest.mark.parametrize("over", [Crashed(), Cancelled(), Cancelling()])
-def test_a_child_that_the_parents_end_has_stopped_is_replaced(monkeypatch, over):
-    runs, keys = [child(over), child(Running())], []
+def test_a_child_that_the_parents_end_has_stopped_is_replaced(server, over):
+    child = fan_out._Child(
+        "extract_units/default", {}, name="child", key="key", is_done=lambda _: False
+    )
+    child.start()
+    stopped = child.run
+    server.set(stopped, over)
+    child.start()
+    assert child.run.id != stopped.id
+    replacement = child.run.id
+    child.start()
+    assert child.run.id == replacement, "a second look finds it by its key"
+    assert len(server.runs) == 2
 
-    def start(deployment: str, parameters: dict, name: str, key: str) -> FlowRun:
-        keys.append(key)
-        return runs[sorted(set(keys)).index(key)]
 
-    monkeypatch.setattr(fan_out, "_start", start)
-    span = fan_out._Span("extract_units/default", ExtractParams(), "hidden/demo-1", [3, 4])
-    assert span.start() == runs[1].id
-    assert len(set(keys)) == 2
-    assert span.start() == runs[1].id, "a second look finds it by its key"
+def test_spans_that_crash_are_handed_out_again_and_the_stage_is_told_from_start_to_end(
+    server, told
+):
+    left, crashed = set(UNITS), []
+
+    def happens() -> None:
+        run = server.open()[0]
+        if not crashed:
+            crashed.append(run)
+            server.set(run, Crashed())
+        else:
+            work(server, left, run)
+
+    server.happens = happens
+    fan(left)
+    assert left == set()
+    assert len(server.runs) == 4
+    assert [runs["units"] for runs in server.given.values()] == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert all(runs["params"]["runtime"]["units_per_run"] == 0 for runs in server.given.values())
+    assert (told[0], told[-1]) == (events.STARTED, events.ENDED)
+    assert set(told[1:-1]) == {events.COMMITTED}
+
+
+def test_a_parent_that_was_started_again_finds_its_children(server, monkeypatch):
+    left = set(UNITS)
+
+    def parent_dies() -> None:
+        raise SystemExit
+
+    server.happens = parent_dies
+    with monkeypatch.context() as patch:
+        patch.setattr(fan_out, "_cancel", lambda *_: None)  # it was killed
+        with pytest.raises(SystemExit):
+            fan(left)
+    before = set(server.given)
+    server.happens = lambda: work(server, left, server.open()[0])
+    fan(left)
+    assert set(server.given) == before
+
+
+def test_a_child_that_fails_ends_the_parent_and_stops_the_others(server):
+    server.happens = lambda: server.set(server.open()[0], Failed(message="a bad pack"))
+    with pytest.raises(DFlashError, match="ended as Failed with work left: a bad pack"):
+        fan(set(UNITS))
+    assert [run.state.name for run in server.runs.values()] == [
+        "Failed",
+        "Cancelling",
+        "Cancelling",
+    ]
+
+
+def test_that_no_worker_takes_any_child_is_said_once(server, caplog):
+    left, slept = set(UNITS), []
+
+    def happens() -> None:
+        slept.append(1)
+        if len(slept) > 40:
+            work(server, left, server.open()[0])
+
+    server.happens = happens
+    fan(left)
+    assert caplog.text.count("no worker has taken run 'demo-1 0 to 1' yet") == 1
+
+
+def test_children_that_wait_behind_one_that_runs_are_no_news(server, caplog):
+    left, slept = set(UNITS), []
+
+    def happens() -> None:
+        slept.append(1)
+        run = server.open()[0]
+        if len(slept) % 20:
+            server.set(run, Running())
+        else:
+            work(server, left, run)
+
+    server.happens = happens
+    fan(left)
+    assert "no worker" not in caplog.text
+
+
+def test_a_stage_that_crashes_is_left_to_the_automation_for_a_while(server, stage):
+    states = iter([Running(), Crashed(), *[None] * 10, AwaitingRetry(), *[None] * 30])
+
+    def happens() -> None:
+        (run,) = server.runs.values()
+        state = next(states, None)
+        if state is not None:
+            server.set(run, state)
+        elif run.state.is_scheduled():
+            complete(server, run)
+
+    server.happens = happens
+    assert stage().path == "hidden/demo-1"
+    assert len(server.runs) == 1
+
+
+def test_a_stage_that_was_completed_before_its_parent_was_started_again_is_not_waited_for(
+    server, stage
+):
+    server.happens = lambda: complete(server, server.open()[0])
+    first = stage()
+    server.happens = lambda: pytest.fail("it waits")
+    assert stage() == first

@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from dflash_core.storage import Storage
-from flows import events, progress
+from flows import events
 from flows.progress import progress_on_page
 from flows.store import look_through
 from flows.store_params import VerifyParams
 from tests.stores import PACKS, plan_store, write_packs
-
-
-@pytest.fixture
-def told(monkeypatch):
-    """The events that a run has told, in order; a page and a log are not needed for them."""
-    names: list[str] = []
-    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", "the-run")
-    monkeypatch.setattr(progress, "get_run_logger", lambda: logging.getLogger("flows"))
-    monkeypatch.setattr(progress, "create_progress_artifact", lambda *_, **__: "artifact")
-    monkeypatch.setattr(progress, "update_progress_artifact", lambda *_, **__: None)
-    monkeypatch.setattr(events, "EVERY_S", 0.0)
-
-    def emit(event: str, flow_run_id: str | None, **_: object) -> None:
-        assert flow_run_id == "the-run"
-        names.append(event)
-
-    monkeypatch.setattr(events, "emit", emit)
-    return names
 
 
 def test_a_stage_starts_before_it_commits_and_ends_after(told):
