@@ -1,9 +1,9 @@
 """Work handed to other machines: runs of deployments that this run starts, watches and answers for.
 
 A stage is cut into spans of units, and each missing one becomes a child run on the gpu queue. Workers may
-join, die and come back: a child run that crashed is started again for what it left, and a parent that was
-itself started again finds its children by key and goes on waiting for them. Commit records settle what is
-done, whatever the states of runs say.
+join, die and come back: a child run that crashed or was deleted is started again for what it left, and a
+parent that was itself started again finds its children by key and goes on waiting for them. Commit records
+settle what is done, whatever the states of runs say.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.deployments import run_deployment
 from prefect.exceptions import ObjectNotFound, PrefectException
 from prefect.runtime import flow_run
-from prefect.states import Cancelling, Scheduled
+from prefect.states import Cancelling, Crashed, Scheduled
 
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.manifest import Dataset
@@ -37,6 +37,8 @@ MAX_CRASHES = 5  # of one child, before the run that waits for it gives up
 CRASH_GRACE_S = 120.0
 # Runs of which no worker takes any for so long are worth a line in the log.
 TAKEN_WITHIN_S = 60.0
+# A run that somebody deleted is done again like one that crashed; no automation sees to it.
+DELETED = Crashed(name="Deleted", message="it is not on the server any more")
 
 
 def run(
@@ -144,14 +146,16 @@ class _Child:
         return time.monotonic() - self._crashed_at >= grace_s
 
     def start_again(self) -> None:
-        """Raises DFlashError unless the run crashed, and not too often."""
+        """Raises DFlashError unless the run crashed or was deleted, and not too often."""
         self._crashes += 1
         if not self.state.is_crashed() or self._crashes >= MAX_CRASHES:
             raise DFlashError(
                 f"run {self.run.name!r} ended as {self.state.name} with work left: "
                 f"{self.state.message or 'see its log'}"
             )
-        get_run_logger().warning("run %r crashed; its work is handed out again", self.run.name)
+        get_run_logger().warning(
+            "run %r ended as %s; its work is handed out again", self.run.name, self.state.name
+        )
         self.start()
 
 
@@ -226,7 +230,8 @@ def _refresh(client: SyncPrefectClient, children: Sequence[_Child]) -> None:
         runs = patiently(client.read_flow_runs, flow_run_filter=some, limit=200)
         found |= {run.id: run for run in runs}
     for child in children:
-        child.run = found.get(child.run.id, child.run)
+        gone = child.run.model_copy(update={"state": DELETED, "tags": []})
+        child.run = found.get(child.run.id, gone)
 
 
 def _cancel(client: SyncPrefectClient, children: Sequence[_Child]) -> None:

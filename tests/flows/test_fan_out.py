@@ -47,6 +47,10 @@ class Server:
         (key,) = [key for key, known in self.runs.items() if known.id == run.id]
         self.runs[key] = run.model_copy(update={"state": state})
 
+    def delete(self, run: FlowRun) -> None:
+        (key,) = [key for key, known in self.runs.items() if known.id == run.id]
+        del self.runs[key]
+
     def open(self) -> list[FlowRun]:
         return [run for run in self.runs.values() if run.state and not run.state.is_final()]
 
@@ -248,3 +252,38 @@ def test_a_stage_that_was_completed_before_its_parent_was_started_again_is_not_w
     first = stage()
     server.happens = lambda: pytest.fail("it waits")
     assert stage() == first
+
+
+def test_a_child_that_somebody_deleted_is_made_again(server, caplog):
+    left = set(UNITS)
+    deleted = []
+
+    def happens() -> None:
+        run = server.open()[0]
+        if not deleted:
+            deleted.append(run)
+            server.delete(run)
+        else:
+            work(server, left, run)
+
+    server.happens = happens
+    fan(left)
+    assert left == set()
+    assert [run["units"] for run in server.given.values()] == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert "run 'demo-1 0 to 1' ended as Deleted; its work is handed out again" in caplog.text
+
+
+def test_a_stage_that_somebody_deletes_is_made_again_but_not_for_ever(server, stage):
+    def deletes_two() -> None:
+        run = server.open()[0]
+        if len(server.given) <= 2:
+            server.delete(run)
+        else:
+            complete(server, run)
+
+    server.happens = deletes_two
+    assert stage().run_id == str(list(server.given)[2])
+    server.runs.clear()
+    server.happens = lambda: server.delete(server.open()[0])
+    with pytest.raises(DFlashError, match="ended as Deleted with work left"):
+        stage()
