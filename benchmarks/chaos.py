@@ -124,7 +124,7 @@ class Pipeline:
     def parameters(self, url: str) -> dict:
         """Parameters of the deployment."""
         params = case.parameters(self._folder, url, self._target)
-        runtime = params["runtime"] | {"units_per_run": 24, "span_packs": 4}
+        runtime = params["runtime"] | {"child_runs": 3, "span_packs": 4}
         return params | {"stages_run": "as-deployments", "runtime": runtime}
 
 
@@ -147,7 +147,7 @@ class Extraction:
         """Parameters of the deployment, after making the tokens."""
         root = Storage.from_url(url)
         made = case.tokens(self._folder, root, self._target, count=32)
-        params = case.extract_params(root, made, self._target, units_per_run=10, span_packs=2)
+        params = case.extract_params(root, made, self._target, child_runs=3, span_packs=2)
         return params.model_dump(mode="json")
 
 

@@ -436,9 +436,10 @@ class Runtime(Config):
     without a GPU, none: the flow's own process computes. On a CPU they share its threads."""
     gpus_per_target: int = Field(default=1, ge=1)
     """GPUs that hold one target in extraction, a run of its layers each; for targets too large for one GPU."""
-    units_per_run: int = Field(default=0, ge=0)
-    """Packs, or parts of rows, that a child run takes when the workers of the gpu queue share extraction or
-    regeneration; an hour of work each is a good size. 0 computes in the run itself."""
+    child_runs: int = Field(default=0, ge=0, le=1000)
+    """Runs that extraction and regeneration are each cut into, for all workers of the gpu queue to share; none gets
+    less than a task's work. Four for each worker let none idle for long at the end; each loads the target anew.
+    0 computes in the run itself."""
     forward: Literal["auto", "padded"] = "auto"
     """Forward of extraction: whole packs as one row where family and kernels allow it, or padded batches."""
     compile: bool = True

@@ -43,8 +43,9 @@ def extract(params: ExtractParams) -> StageResult:
     )
     if stage.has_work:
         units = extraction.units(dataset)
-        if params.runtime.units_per_run:
-            fan_out.run("extract_units/default", params, dataset, units, extraction.missing)
+        if params.runtime.child_runs:
+            missing, span = extraction.missing, params.runtime.span_packs
+            fan_out.run("extract_units/default", params, dataset, units, missing, span=span)
         else:
             _run_here(stage, params, dataset, units)
         extraction.seal(dataset)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -26,7 +27,7 @@ from prefect.states import Cancelling, Crashed, Scheduled
 from dflash_core.errors import DFlashError, InputError
 from dflash_core.manifest import Dataset
 from dflash_core.storage import Storage
-from flows._common import StageResult, result_key, spans
+from flows._common import StageResult, result_key
 from flows.params import StageParams
 from flows.progress import progress_on_page
 from flows.server import patiently
@@ -47,13 +48,18 @@ def run(
     dataset: Dataset,
     units: Sequence,
     missing: Callable[[Dataset], list],
+    *,
+    span: int,
 ) -> None:
     """Fills `dataset` by child runs over disjoint spans; returns when no unit is missing.
+
+    Args:
+        span: units of a task; no child run gets less.
 
     Raises:
         DFlashError: a child failed or was cancelled, or one span crashed too often.
     """
-    alone = params.runtime.model_copy(update={"units_per_run": 0})
+    alone = params.runtime.model_copy(update={"child_runs": 0})
     child_params = params.model_copy(update={"runtime": alone, "force": False})
     left = set(missing(dataset))
     start = len(units) - len(left)
@@ -67,14 +73,15 @@ def run(
             is_done=lambda _: left.isdisjoint(part),
         )
 
-    parts = spans(units, params.runtime.units_per_run)
-    children = [child(part) for part in parts if not left.isdisjoint(part)]
+    parts = min(params.runtime.child_runs, max(1, len(units) // span))
+    children = [child(part) for part in _shares(units, parts) if not left.isdisjoint(part)]
     get_run_logger().info("%d units are missing, in %d child runs", len(left), len(children))
     stage = str(flow_run.flow_name)
     with progress_on_page(stage, f"{stage}, all workers", start=start, key="stage") as progress:
 
         def look(child_runs: int) -> None:
-            left.intersection_update(missing(dataset))
+            nonlocal left
+            left = set(missing(dataset))
             progress(len(units) - len(left), len(units), {"child_runs": child_runs})
 
         _see_through(children, look)
@@ -96,6 +103,12 @@ def run_stage(flow_name: str, deployment: str, params: StageParams) -> StageResu
     _see_through([child])
     body = Storage.from_url(params.root).get(result_key(str(child.run.id)))
     return StageResult.model_validate_json(body)
+
+
+def _shares(units: Sequence, parts: int) -> list[list]:
+    """`units` cut into so many parts, in order, as even as can be."""
+    ends = [len(units) * part // parts for part in range(parts + 1)]
+    return [list(units[start:end]) for start, end in pairwise(ends)]
 
 
 class _Child:

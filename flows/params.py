@@ -182,7 +182,7 @@ class PipelineParams(StageParams):
     """Servers of the target that write them; without, the target writes them in this process."""
     stages_run: Literal["here", "as-deployments"] = "here"
     """All stages in this run, or each as a run of its own deployment, taken by workers of the cpu and the gpu
-    queue; extraction and regeneration by all GPU workers when runtime.units_per_run is set."""
+    queue; extraction and regeneration by all GPU workers when runtime.child_runs is set."""
     budget: Budget = Budget()
     """Prices of extraction; above a threshold the run asks before it starts."""
     on_policy: bool = True

@@ -137,7 +137,7 @@ def _here(stage: Any, params: StageParams) -> StageResult:
 
 
 def _as_deployment(stage: Any, params: StageParams) -> StageResult:
-    spread = stage.name in ("extract", "regenerate") and params.runtime.units_per_run
+    spread = stage.name in ("extract", "regenerate") and params.runtime.child_runs
     return fan_out.run_stage(
         stage.name, f"{stage.name}/{'fan-out' if spread else 'default'}", params
     )

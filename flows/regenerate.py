@@ -53,8 +53,9 @@ def regenerate(params: RegenerateParams) -> StageResult:
     )
     if stage.has_work:
         units = regeneration.units(dataset)
-        if params.runtime.units_per_run:
-            fan_out.run("regenerate_units/default", params, dataset, units, regeneration.missing)
+        if params.runtime.child_runs:
+            missing = regeneration.missing
+            fan_out.run("regenerate_units/default", params, dataset, units, missing, span=1)
         else:
             _run_here(stage, params, dataset, units)
         regeneration.seal(dataset)

@@ -94,7 +94,7 @@ def test_a_file_is_submitted_over_the_deployments_own_parameters(prefect_server,
         client.delete_flow_run(run.id)
     params = run.parameters["params"]
     assert own["stages_run"] == params["stages_run"] == "as-deployments"
-    assert own["runtime"]["units_per_run"] == params["runtime"]["units_per_run"] > 0
+    assert own["runtime"]["child_runs"] == params["runtime"]["child_runs"] > 0
     assert (params["train"]["num_steps"], params["runtime"]["span_packs"]) == (7, 2)
     assert str(run.id) in capsys.readouterr().out
     with pytest.raises(SystemExit):

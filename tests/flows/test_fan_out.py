@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from types import SimpleNamespace
 from uuid import UUID, uuid4
 
@@ -29,7 +30,7 @@ from flows import events, fan_out
 from flows._common import StageResult, result_key
 from flows.params import ExtractParams
 
-UNITS = list(range(6))
+UNITS = range(6)
 
 
 class Server:
@@ -120,11 +121,11 @@ def complete(server: Server, run: FlowRun) -> None:
     server.set(run, Completed())
 
 
-def fan(left: set[int]) -> None:
-    """A stage of six units over child runs of two; `left` holds those that are missing."""
-    params = ExtractParams(runtime=Runtime(units_per_run=2))
-    dataset = SimpleNamespace(path="hidden/demo-1")
-    fan_out.run("extract_units/default", params, dataset, UNITS, lambda _: sorted(left))
+def fan(left: set[int], num_units: int = 6, child_runs: int = 3, span: int = 1) -> None:
+    """A stage over child runs; `left` holds the units that are missing."""
+    params = ExtractParams(runtime=Runtime(child_runs=child_runs))
+    dataset, units = SimpleNamespace(path="hidden/demo-1"), list(range(num_units))
+    fan_out.run("extract_units/default", params, dataset, units, lambda _: sorted(left), span=span)
 
 
 def work(server: Server, left: set[int], run: FlowRun) -> None:
@@ -167,9 +168,25 @@ def test_spans_that_crash_are_handed_out_again_and_the_stage_is_told_from_start_
     assert left == set()
     assert len(server.runs) == 4
     assert [runs["units"] for runs in server.given.values()] == [[0, 1], [2, 3], [4, 5], [0, 1]]
-    assert all(runs["params"]["runtime"]["units_per_run"] == 0 for runs in server.given.values())
+    assert all(runs["params"]["runtime"]["child_runs"] == 0 for runs in server.given.values())
     assert (told[0], told[-1]) == (events.STARTED, events.ENDED)
     assert set(told[1:-1]) == {events.COMMITTED}
+
+
+@pytest.mark.parametrize(
+    ("num_units", "span", "sizes"),
+    [(7134, 1, {222, 223}), (257, 1, {8, 9}), (257, 64, {64, 65}), (5, 1, {1}), (5, 64, {5})],
+)
+def test_all_workers_get_some_of_a_small_corpus_and_none_less_than_a_task(
+    server, num_units, span, sizes
+):
+    left = set(range(num_units))
+    server.happens = lambda: [work(server, left, run) for run in server.open()]
+    fan(left, num_units, 32, span)
+    given = [run["units"] for run in server.given.values()]
+    assert sorted(chain.from_iterable(given)) == list(range(num_units))
+    assert {len(units) for units in given} == sizes
+    assert len(given) == min(32, max(1, num_units // span))
 
 
 def test_a_parent_that_was_started_again_finds_its_children(server, monkeypatch):

@@ -109,7 +109,7 @@ def test_workers_share_a_stage_and_one_dies_and_comes_back(
 
     root = Storage.from_url(s3_url)
     tokens = case.tokens(tmp_path, root, target, count=24)
-    asked = case.extract_params(root, tokens, target, units_per_run=6, span_packs=1)
+    asked = case.extract_params(root, tokens, target, child_runs=4, span_packs=1)
     children = {}
 
     def states() -> list:
