@@ -30,7 +30,7 @@ def extract_units(params: ExtractParams, path: str, units: list[int]) -> None:
     stage = Stage(params)
     dataset = stage.plan(Dataset.open, stage.root, path)
     if stage.has_work:
-        _run_here(stage, params, dataset, units)
+        _fill(stage, params, dataset, units)
 
 
 @stage_flow
@@ -42,20 +42,19 @@ def extract(params: ExtractParams) -> StageResult:
         extraction.plan, stage.root, params.name, tokens, params.target, params.extract
     )
     if stage.has_work:
-        units = extraction.units(dataset)
-        if params.runtime.child_runs:
-            missing, span = extraction.missing, params.runtime.span_packs
-            fan_out.run("extract_units/default", params, dataset, units, missing, span=span)
-        else:
-            _run_here(stage, params, dataset, units)
+        _fill(stage, params, dataset, extraction.units(dataset))
         extraction.seal(dataset)
     return stage.publish()
 
 
-def _run_here(stage: Stage, params: ExtractParams, dataset: Dataset, units: list[int]) -> None:
-    job = Job.filling(dataset, params.tokens, params.target, params.runtime, stage="extract")
-    missing = extraction.missing(dataset)
-    stage.run(extract_span, params, units, missing, span=params.runtime.span_packs, job=job)
+def _fill(stage: Stage, params: ExtractParams, dataset: Dataset, units: list[int]) -> None:
+    """Has units done: by child runs if they are asked for, which a child itself never is."""
+    missing, span = extraction.missing, params.runtime.span_packs
+    if params.runtime.child_runs:
+        fan_out.run("extract_units/default", params, dataset, units, missing, span=span)
+    else:
+        job = Job.filling(dataset, params.tokens, params.target, params.runtime, stage="extract")
+        stage.run(extract_span, params, units, missing(dataset), span=span, job=job)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def regenerate_units(params: RegenerateParams, path: str, units: list[str]) -> N
     stage = Stage(params)
     dataset = stage.plan(Dataset.open, stage.root, path)
     if stage.has_work:
-        _run_here(stage, params, dataset, units)
+        _fill(stage, params, dataset, units)
 
 
 @stage_flow
@@ -52,23 +52,22 @@ def regenerate(params: RegenerateParams) -> StageResult:
         regeneration.plan, stage.root, params.name, corpus, params.target, params.regenerate
     )
     if stage.has_work:
-        units = regeneration.units(dataset)
-        if params.runtime.child_runs:
-            missing = regeneration.missing
-            fan_out.run("regenerate_units/default", params, dataset, units, missing, span=1)
-        else:
-            _run_here(stage, params, dataset, units)
+        _fill(stage, params, dataset, regeneration.units(dataset))
         regeneration.seal(dataset)
     return stage.publish()
 
 
-def _run_here(stage: Stage, params: RegenerateParams, dataset: Dataset, units: list[str]) -> None:
-    missing = regeneration.missing(dataset)
-    if params.endpoints.urls:
-        stage.run(regenerate_part, params, units, missing, span=PARTS_PER_TASK)
+def _fill(stage: Stage, params: RegenerateParams, dataset: Dataset, units: list[str]) -> None:
+    """Has units done: by child runs if they are asked for, which a child itself never is."""
+    missing, servers = regeneration.missing, params.endpoints.urls
+    span = PARTS_PER_TASK if servers else 1
+    if params.runtime.child_runs:
+        fan_out.run("regenerate_units/default", params, dataset, units, missing, span=span)
         return
-    job = Job.filling(dataset, params.corpus, params.target, params.runtime, stage="regenerate")
-    stage.run(regenerate_part, params, units, missing, span=1, job=job)
+    job = None
+    if not servers:
+        job = Job.filling(dataset, params.corpus, params.target, params.runtime, stage="regenerate")
+    stage.run(regenerate_part, params, units, missing(dataset), span=span, job=job)
 
 
 if __name__ == "__main__":
