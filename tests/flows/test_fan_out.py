@@ -26,7 +26,7 @@ from prefect.states import (
 from dflash_core.config import Runtime
 from dflash_core.errors import DFlashError
 from dflash_core.storage import Storage
-from flows import events, fan_out
+from flows import _common, events, fan_out
 from flows._common import StageResult, result_key
 from flows.params import ExtractParams
 
@@ -304,3 +304,41 @@ def test_a_stage_that_somebody_deletes_is_made_again_but_not_for_ever(server, st
     server.happens = lambda: server.delete(server.open()[0])
     with pytest.raises(DFlashError, match="ended as Deleted with work left"):
         stage()
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_each_run_of_a_forced_stage_is_forced_by_the_same_pipeline(
+    prefect_server, tmp_path, monkeypatch
+):
+    """A dataset is emptied once for a pipeline's run, so the second keeps what the first has committed."""
+    from prefect import flow
+    from prefect.client.orchestration import get_client
+    from prefect.runtime import flow_run
+
+    params, runs = ExtractParams(root=str(tmp_path), force=True), []
+
+    @flow
+    def pipeline() -> str:
+        child = fan_out._Child(
+            "extract/default",
+            {"params": params.model_dump(mode="json")},
+            name="extract-demo",
+            key=str(flow_run.id),
+            is_done=lambda state: state.is_completed(),
+        )
+        for _ in range(2):
+            child.start()
+            runs.append(child.run.id)
+            client.set_flow_run_state(child.run.id, Cancelled(), force=True)
+        return str(flow_run.id)
+
+    with get_client(sync_client=True) as client:
+        run_id = pipeline()
+        forced_by = []
+        for run in runs:
+            monkeypatch.setenv("PREFECT__FLOW_RUN_ID", str(run))
+            forced_by.append(_common.forced_by(params))
+            client.delete_flow_run(run)
+    assert runs[0] != runs[1]
+    assert forced_by == [run_id, run_id]
