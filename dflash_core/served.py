@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # what may pass by itself
 _OVERLOADED = {429, 503, 529}
+# Servers whose defaults are not neutral (generation_config.json of the model, llama.cpp its own): what a
+# request leaves out, they fill in. All of them know the names below, as `owned_by` says who they are.
+_FILL_IN = {"vllm", "sglang", "llamacpp"}
 _ATTEMPTS = 5  # of one request, when servers fail on it alone
 _REFUSALS = 16  # after so many, and no answer, every request will be refused
 _LONGEST_PAUSE_S = 30.0
@@ -150,7 +153,7 @@ class ServedAnswerer:
         return read_reply(chat, prompt, text, reply)
 
     def _body(self, chat: Chat, prompt: Prompt) -> dict[str, Any]:
-        """The request, with nothing in it that only some servers know unless it was asked for."""
+        """The request, but for what depends on the server that gets it: see `_sampling`."""
         config = self._config
         body: dict[str, Any] = {
             "messages": [_for_server(message) for message in prompt.messages],
@@ -164,9 +167,6 @@ class ServedAnswerer:
                 "top_p": config.top_p,
                 "seed": int(sha256(f"{config.seed}:{prompt.key}")[:7], 16),
             }
-        for name in ("top_k", "min_p", "presence_penalty"):
-            if value := getattr(config, name):
-                body[name] = value
         options = dict(self._options)
         if "reasoning_effort" in options:  # servers of gpt-oss print its template without kwargs
             body["reasoning_effort"] = options["reasoning_effort"]
@@ -175,6 +175,20 @@ class ServedAnswerer:
         if options:
             body["chat_template_kwargs"] = options
         return body
+
+    def _sampling(self, server: _Server) -> dict[str, Any]:
+        """Sampling beside the protocol's own: all of it where a server fills in what is left out, else only
+        what was asked for, since a server that knows no such name may refuse the request."""
+        config = self._config
+        if server.engine not in _FILL_IN:
+            names = ("top_k", "min_p", "presence_penalty")
+            return {name: value for name in names if (value := getattr(config, name))}
+        return {
+            "top_k": config.top_k or -1,
+            "min_p": config.min_p,
+            "presence_penalty": config.presence_penalty,
+            "repetition_penalty": 1.0,
+        }
 
     # --- sending -------------------------------------------------------------------------------
 
@@ -215,7 +229,7 @@ class ServedAnswerer:
 
     async def _complete(self, prompt: Prompt, body: dict[str, Any]) -> dict:
         server = self._choose(prompt.conversation)
-        asked = {"model": server.model, **body}
+        asked = {"model": server.model, **body, **self._sampling(server)}
         if server.engine == "vllm":
             asked["return_token_ids"] = True  # says exactly what was read and written
         server.asked += 1

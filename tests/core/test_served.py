@@ -162,6 +162,18 @@ def test_sampling_is_sent_as_served_and_nothing_else(root, target):
     assert one["seed"] != other["seed"]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_servers_with_defaults_of_their_own_get_neutral_values_too(root, target, engine):
+    with ChatServer(echo, engine=engine) as server:
+        ask(root, target, questions(1), [server])
+        config = RegenerateConfig(temperature=0.7, top_k=20, min_p=0.1, presence_penalty=1.5)
+        ask(root.child("b"), target, questions(1), [server], config=config)
+    names = ("top_k", "min_p", "presence_penalty", "repetition_penalty")
+    sent = [tuple(body[name] for name in names) for body in server.requests]
+    assert sent == [(-1, 0.0, 0.0, 1.0), (20, 0.1, 1.5, 1.0)]
+    assert server.requests[1]["top_p"] == 1.0
+
+
 def test_a_share_of_the_rows_is_answered_with_thinking_and_every_row_names_its_mode(root, tmp_path):
     target = chats.target(tmp_path / "switch", REWRITING)
     config = RegenerateConfig(thinking=True, thinking_share=0.4, rows_per_part=16)
