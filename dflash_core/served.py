@@ -7,6 +7,7 @@ asked again, of another server where there is one. The run stops only when none 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -40,6 +41,7 @@ _OVERLOADED = {429, 503, 529}
 _FILL_IN = {"vllm", "sglang", "llamacpp"}
 _ATTEMPTS = 5  # of one request, when servers fail on it alone
 _REFUSALS = 16  # after so many, and no answer, every request will be refused
+_ASIDE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
 _LONGEST_PAUSE_S = 30.0
 _CONNECT_S = 10.0
 
@@ -138,7 +140,7 @@ class ServedAnswerer:
             return Answer(None, reason="template cannot print it", detail=str(error))
         body = self._body(chat, prompt)
         try:
-            reply = await self._send(functools.partial(self._complete, prompt, body))
+            reply = await self._send(functools.partial(self._complete, prompt.conversation, body))
         except _Refused as error:
             self._refused += 1
             if self._refused >= _REFUSALS and not self._answered:
@@ -194,26 +196,36 @@ class ServedAnswerer:
 
     async def _send(self, request: Callable[[], Awaitable[T]]) -> T:
         """What `request` returns, asked again while it fails and there is hope."""
-        began, failed_first, to_blame = time.monotonic(), math.inf, 0
+        failed_first, looked, to_blame, failures = math.inf, time.monotonic(), 0, 0
 
         def silent_s() -> float:
             """How long this request has failed while no server answered any other."""
             return time.monotonic() - max(failed_first, self._last_answer)
 
-        def gives_up(state: RetryCallState) -> bool:
-            nonlocal failed_first, to_blame
-            failed_first = min(failed_first, time.monotonic())
-            error = state.outcome.exception() if state.outcome else None
-            to_blame += isinstance(error, _Failed) and error.to_blame
-            hopeless = to_blame >= _ATTEMPTS and self._last_answer > began
-            return hopeless or silent_s() >= patience_s
+        async def tried() -> T:
+            nonlocal failed_first, looked, to_blame, failures
+            try:
+                return await request()
+            except _Failed as error:
+                failed_first = min(failed_first, time.monotonic())
+                if error.to_blame:
+                    failures += 1
+                    if failures >= _ATTEMPTS and self._last_answer <= looked:
+                        await self._ask_aside()
+                    # In an outage everything fails: without an answer to others since, it proves nothing.
+                    to_blame += self._last_answer > looked
+                    looked = time.monotonic()
+                raise
+
+        def gives_up(_: RetryCallState) -> bool:
+            return to_blame >= _ATTEMPTS or silent_s() >= patience_s
 
         patience_s = self._endpoints.patience_s
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Failed), wait=_pause, stop=gives_up, reraise=True
         )
         try:
-            return await retrying(request)
+            return await retrying(tried)
         except _Failed as error:
             if silent_s() < patience_s:
                 raise
@@ -223,12 +235,20 @@ class ServedAnswerer:
                 "this again, it continues"
             ) from error
 
+    async def _ask_aside(self) -> None:
+        """Asks for one token of something else; an answer is noted as any other is.
+
+        It tells a row that servers fail on from an outage where no other request is left to tell.
+        """
+        with contextlib.suppress(_Failed, _Refused):
+            await self._complete("", _ASIDE)
+
     async def _models(self, server: _Server) -> list[dict]:
         reply = await self._request(server, "GET", "/models")
         return [model for model in reply.get("data") or [] if isinstance(model, dict)]
 
-    async def _complete(self, prompt: Prompt, body: dict[str, Any]) -> dict:
-        server = self._choose(prompt.conversation)
+    async def _complete(self, conversation: str, body: dict[str, Any]) -> dict:
+        server = self._choose(conversation)
         asked = {"model": server.model, **body, **self._sampling(server)}
         if server.engine == "vllm":
             asked["return_token_ids"] = True  # says exactly what was read and written

@@ -309,6 +309,31 @@ def test_a_row_that_a_server_refuses_or_always_fails_on_is_rejected_with_its_wor
     assert details == {"400: longer than 4096 tokens", "500 kernel died"}
 
 
+def test_an_outage_behind_a_proxy_costs_no_row(root, target):
+    """The proxy answers 502 for its servers; rows in flight fail many times, and are answered after it."""
+    asked = []
+
+    def handler(body):
+        asked.append(body)
+        return status(502, "bad gateway") if 6 <= len(asked) < 80 else echo(body)
+
+    with ChatServer(handler) as server:
+        rows, facts = ask(root, target, questions(20), [server], requests_per_url=4)
+    assert len(rows) == 20
+    assert facts["rejected"] == {}
+
+
+def test_a_row_that_servers_fail_on_is_found_when_no_other_is_left(root, target):
+    def handler(body):
+        failing = body["messages"][-1]["content"] == "question 1"
+        return status(500, "kernel died") if failing else echo(body)
+
+    with ChatServer(handler) as server:
+        rows, facts = ask(root, target, questions(2), [server], requests_per_url=1, patience_s=20)
+    assert answers_of(rows) == ["QUESTION 0"]
+    assert facts["rejected"] == {"servers fail on it": 1}
+
+
 def test_a_run_stops_when_no_server_answers_and_continues_where_it_was(root, target):
     rows = questions(12)
     corpus = corpus_of(root, rows)
