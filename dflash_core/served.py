@@ -39,6 +39,9 @@ _OVERLOADED = {429, 503, 529}
 # Servers whose defaults are not neutral (generation_config.json of the model, llama.cpp its own): what a
 # request leaves out, they fill in. All of them know the names below, as `owned_by` says who they are.
 _FILL_IN = {"vllm", "sglang", "llamacpp"}
+# Of an answer that is whole or reached its longest length; some servers name no reason. Others, such as abort
+# and content_filter, end it somewhere.
+_FINISHED = {"stop", "length", "tool_calls", "function_call", None}
 _ATTEMPTS = 5  # of one request, when servers fail on it alone
 _REFUSALS = 16  # after so many, and no answer, every request will be refused
 _ASIDE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
@@ -260,6 +263,8 @@ class ServedAnswerer:
             server.asked -= 1
         if not isinstance(reply.get("choices"), list) or not reply["choices"]:
             raise _Failed(f"{server.url} sent no choices")
+        if (finish := reply["choices"][0].get("finish_reason")) not in _FINISHED:
+            raise _Failed(f"{server.url} ended an answer with {finish}")
         return reply
 
     def _choose(self, conversation: str) -> _Server:

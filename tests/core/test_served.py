@@ -226,8 +226,10 @@ class Flaky:
         lambda: ConnectionResetError(),
         lambda: {"choices": []},
         lambda: 3.0,
+        lambda: reply("half an ans", finish="abort"),
+        lambda: reply("", finish="content_filter"),
     ],
-    ids=["429", "500", "503", "dropped", "no choices", "timeout"],
+    ids=["429", "500", "503", "dropped", "no choices", "timeout", "aborted", "filtered"],
 )
 def test_a_request_that_fails_is_asked_again(root, target, failure):
     flaky = Flaky(failure)
