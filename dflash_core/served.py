@@ -47,6 +47,7 @@ _REFUSALS = 16  # after so many, and no answer, every request will be refused
 _ASIDE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
 _LONGEST_PAUSE_S = 30.0
 _CONNECT_S = 10.0
+_LIST_S = 30.0  # of the list of models; a server that hangs must not hold up the others
 
 
 class _Failed(Exception):
@@ -97,7 +98,6 @@ class ServedAnswerer:
         self._servers = [_Server(base_url(url), asyncio.Semaphore(slots)) for url in endpoints.urls]
         self._client = httpx.AsyncClient(
             headers=_headers(endpoints.api_key_variable),
-            timeout=httpx.Timeout(endpoints.timeout_s, connect=_CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=None),
         )
         self._last_answer = time.monotonic()
@@ -105,17 +105,15 @@ class ServedAnswerer:
         self.concurrency = slots * len(self._servers)
 
     async def __aenter__(self) -> Self:
-        """Asks each server what it serves.
+        """Asks the servers what they serve; those that do not say are asked again when it is their turn.
 
         Raises:
             InputError: a server refuses the key, or does not serve the model.
-            UnreachableError: a server has not answered within the patience of the configuration.
+            UnreachableError: none has answered within the patience of the configuration.
         """
         self._last_answer = time.monotonic()
         try:
-            for server in self._servers:
-                listed = await self._send(functools.partial(self._models, server))
-                server.model, server.engine = _served_model(server, listed, self._endpoints.model)
+            await self._send(self._meet_any)
         except BaseException:
             await self._client.aclose()
             raise
@@ -126,7 +124,7 @@ class ServedAnswerer:
 
     def describe(self) -> list[dict[str, str]]:
         """The models that answer and the engines that serve them, each once; no addresses."""
-        found = {(server.model, server.engine) for server in self._servers}
+        found = {(server.model, server.engine) for server in self._servers if server.model}
         return [{"model": model, "engine": engine} for model, engine in sorted(found)]
 
     async def answer(self, prompt: Prompt) -> Answer:
@@ -246,12 +244,29 @@ class ServedAnswerer:
         with contextlib.suppress(_Failed, _Refused):
             await self._complete("", _ASIDE)
 
-    async def _models(self, server: _Server) -> list[dict]:
-        reply = await self._request(server, "GET", "/models")
-        return [model for model in reply.get("data") or [] if isinstance(model, dict)]
+    async def _meet_any(self) -> None:
+        """Meets every server; one that answers is enough. Raises _Failed when none does, or InputError."""
+        met = await asyncio.gather(*map(self._meet, self._servers), return_exceptions=True)
+        errors = [error for error in met if error is not None]
+        for error in errors:
+            if not isinstance(error, _Failed):
+                raise error
+        if len(errors) == len(met):
+            raise errors[0]
+
+    async def _meet(self, server: _Server) -> None:
+        """Learns which model and engine a server has. Failing to say is no request's fault."""
+        try:
+            reply = await self._request(server, "GET", "/models", timeout_s=_LIST_S)
+        except _Failed as error:
+            raise _Failed(str(error), to_blame=False, retry_after_s=error.retry_after_s) from error
+        listed = [model for model in reply.get("data") or [] if isinstance(model, dict)]
+        server.model, server.engine = _served_model(server, listed, self._endpoints.model)
 
     async def _complete(self, conversation: str, body: dict[str, Any]) -> dict:
         server = self._choose(conversation)
+        if not server.model:
+            await self._meet(server)
         asked = {"model": server.model, **body, **self._sampling(server)}
         if server.engine == "vllm":
             asked["return_token_ids"] = True  # says exactly what was read and written
@@ -282,11 +297,20 @@ class ServedAnswerer:
         )
 
     async def _request(
-        self, server: _Server, method: str, path: str, body: dict | None = None
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        body: dict | None = None,
+        timeout_s: float = math.inf,
     ) -> dict:
         """One exchange. Raises _Failed, _Refused or InputError."""
+        timeout_s = min(timeout_s, self._endpoints.timeout_s)
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None)
         try:
-            response = await self._client.request(method, server.url + path, json=body)
+            response = await self._client.request(
+                method, server.url + path, json=body, timeout=timeout
+            )
             reply = response.json() if response.status_code == 200 else {}
         except (httpx.TransportError, ValueError) as error:
             reached = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))

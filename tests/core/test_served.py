@@ -1,5 +1,6 @@
 """Regeneration over real HTTP servers that speak OpenAI's chat protocol, some of them badly."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -280,6 +281,29 @@ def test_work_goes_on_with_the_servers_that_are_left(root, target):
     assert answers_of(rows) == sorted(f"QUESTION {i}" for i in range(40))
     assert dead.requests
     assert server.most_at_once <= 4
+
+
+def test_a_server_that_is_dead_at_the_start_joins_when_it_is_up(root, target):
+    (port,) = free_ports(1)
+    late = ChatServer(echo, port=port)
+    with ChatServer(echo) as server, contextlib.ExitStack() as stack:
+        rows, facts = ask(
+            root,
+            target,
+            questions(120),
+            [late, server],
+            requests_per_url=4,
+            progress=lambda done, *_: stack.enter_context(late) if done == 5 else None,
+        )
+    assert len(rows) == 120
+    assert late.requests
+    assert facts["answered_by"] == [{"model": "target", "engine": "test"}]
+
+
+def test_a_start_with_no_server_that_answers_names_all_of_them(root, target):
+    dead = [ChatServer(echo, port=port) for port in free_ports(2)]
+    with pytest.raises(UnreachableError, match=rf"no server of {dead[0].url}, {dead[1].url} has"):
+        ask(root, target, questions(1), dead, patience_s=0.2)
 
 
 def test_several_servers_share_the_work_and_a_conversation_stays_with_its_own(root, target):
