@@ -14,6 +14,7 @@ from dflash_core.errors import CorruptError, IncompleteError, InputError, Mismat
 from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset
 from dflash_core.model_card import lineage
+from dflash_core.publish import publish
 from dflash_core.storage import Storage
 from dflash_core.target import load_embedding_and_head, load_tokenizer, text_config
 from tests import targets
@@ -130,6 +131,32 @@ def test_tensors_have_the_z_lab_names_in_bfloat16_without_embedding_and_head(roo
     expected |= {"fc.weight": [32, 96], "hidden_norm.weight": [32], "norm.weight": [32]}
     assert {name: list(tensor.shape) for name, tensor in tensors.items()} == expected
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+
+
+def test_weights_above_the_limit_of_a_file_are_split_with_an_index(root, target, monkeypatch):
+    whole, _ = exported(root, target)
+    tensors = load(whole.storage.get(f"{LAYOUT}/model.safetensors"))
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 2 * largest)
+    run = sealed_run(root.child("split"), target)
+    dataset = export.plan(root.child("split"), "demo", run, target, ExportConfig())
+    export.run(dataset, run, target)
+    facts = export.seal(dataset)["facts"]
+    index = json.loads(dataset.storage.get(f"{LAYOUT}/model.safetensors.index.json"))
+    count = len(set(index["weight_map"].values()))
+    assert count > 2
+    assert f"model-00001-of-{count:05d}.safetensors" in facts["files"][LAYOUT]
+    assert "model.safetensors" not in facts["files"][LAYOUT]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        part = load(dataset.storage.get(f"{LAYOUT}/{index['weight_map'][name]}"))
+        assert sum(other.nbytes for other in part.values()) <= 2 * largest
+        assert torch.equal(part[name], tensor)
+    ours = read_drafter(dataset.storage.child(LAYOUT)).state_dict
+    theirs = read_drafter(whole.storage.child(LAYOUT)).state_dict
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    copy = Storage.from_url(publish(dataset, str(root.local_path / "copy"))[0])
+    assert read_drafter(copy).content == read_drafter(dataset.storage.child(LAYOUT)).content
 
 
 def test_transformers_reads_the_config_as_qwen3(root, target):
