@@ -9,6 +9,7 @@ Everything that is reported is computed from the units' records.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dflash_core import prompt_sets
-from dflash_core.chat import Chat
+from dflash_core.chat import Chat, Unrenderable
 from dflash_core.checkpoint import load_drafter
 from dflash_core.config import DrafterSource, EvaluateConfig, Runtime, TargetConfig
 from dflash_core.corpus.rows import CORPORA
@@ -34,7 +35,7 @@ from dflash_core.decode import (
 )
 from dflash_core.devices import resolve_device
 from dflash_core.errors import InputError
-from dflash_core.evaluation_prompts import answer_text, choose_prompts, encode_prompt
+from dflash_core.evaluation_prompts import answer_message, choose_prompts, encode_prompt
 from dflash_core.evaluation_report import AFTER, BEFORE, markdown, picture, summarise
 from dflash_core.generation import stop_ids
 from dflash_core.import_drafter import read_drafter
@@ -43,6 +44,8 @@ from dflash_core.model import Drafter
 from dflash_core.progress import Progress, silent
 from dflash_core.sampling import Sampling
 from dflash_core.storage import Storage
+
+log = logging.getLogger(__name__)
 
 STAGE, VERSION = "evaluations", 2
 _PROMPTS = "prompts.json"
@@ -331,14 +334,23 @@ class _Decoder:
         return record
 
     def _questions(self, prompt: dict) -> Iterable[tuple[list[int], Callable[[list[int]], None]]]:
-        """Token ids of each question, and what to call with the target's answer before the next one."""
+        """Token ids of each question, and what to call with the target's answer before the next one.
+
+        The conversation ends early where the template cannot print what the target has said.
+        """
         heard: list[list[int]] = []
-        yield prompt["input_ids"], heard.append
+        input_ids = prompt["input_ids"]
+        yield input_ids, heard.append
         chat, messages = self._chats[prompt["thinking"]], list(prompt.get("messages", []))
         for text in prompt.get("follow_ups", []):
-            answer = {"role": "assistant", "content": answer_text(chat, heard[-1])}
+            answer = answer_message(chat, input_ids, heard[-1])
             messages += [answer, {"role": "user", "content": text}]
-            yield encode_prompt(chat, messages, prompt["tools"]), heard.append
+            try:
+                input_ids = encode_prompt(chat, messages, prompt["tools"])
+            except Unrenderable as error:
+                log.warning("%s %s ends early: %s", prompt["source"], prompt["id"], error)
+                return
+            yield input_ids, heard.append
 
     def _outcome(
         self, name: str, input_ids: list[int], decoding: Decoding, seed: int, plain: list[int]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dflash_core import evaluation, evaluation_report, export
+from dflash_core.chat import Chat
 from dflash_core.checkpoint import load_drafter
 from dflash_core.config import (
     DrafterSource,
@@ -19,10 +20,12 @@ from dflash_core.config import (
 from dflash_core.decode import greedy, speculate
 from dflash_core.device_work import Job, open_workers
 from dflash_core.errors import IncompleteError, InputError, MismatchError
+from dflash_core.evaluation_prompts import answer_message, encode_prompt
 from dflash_core.storage import Storage
 from dflash_core.target import load_causal_lm, load_tokenizer
-from tests import targets
+from tests import chats, targets
 from tests.runs import make_row, question, sealed_corpus, sealed_run, sealed_tokens_run
+from tests.templates import FAMILIES
 
 CPU = Runtime(device="cpu")
 CONFIG = EvaluateConfig(num_prompts=4, num_untrained_prompts=2, max_new_tokens=12)
@@ -412,6 +415,32 @@ def test_what_the_user_says_next_is_asked_after_the_targets_own_answer(root, tar
     assert record["plain"]["tokens"] == first + greedy(model, ids, 12, stop_ids)
     assert record["outcomes"]["after"]["lossless"]
     assert record["num_prompt_tokens"] == len(prompt["input_ids"]) + len(ids)
+
+
+def test_a_conversation_ends_where_the_template_refuses_what_was_said(root, tmp_path, caplog):
+    refusing = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif %}"
+    own = targets.qwen3(tmp_path / "refusing")
+    targets.save_tokenizer(tmp_path / "refusing", template=refusing + targets.CHATML)
+    config = CONFIG.model_copy(update={"prompt_sets": [write_prompts(tmp_path)], "num_prompts": 1})
+    dataset, run = planned(root, own, config=config)
+    evaluation.run(dataset, run, own, CPU)
+    (prompt,) = prompts_of(dataset)["prompts"]
+    record = dataset.record("prompt-00000")
+    assert record["num_prompt_tokens"] == len(prompt["input_ids"])
+    assert "ends early: TemplateError: no more" in caplog.text
+
+
+def test_channels_go_back_as_reasoning_and_content():
+    """The template of gpt-oss refuses channel tags in a message's content."""
+    family = FAMILIES["gpt-oss"]
+    tokenizer = chats.tokenizer(family.template, family.markers, family.eos)
+    chat, asked = Chat(tokenizer, False), [chats.user("a")]
+    prompt = encode_prompt(chat, asked, None)
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>so"
+    tokens = [*chat.encode(said), chat.end_of_turn]
+    expected = chats.assistant("so", reasoning_content="hm")
+    assert answer_message(chat, prompt, tokens) == expected
+    assert answer_message(chat, prompt, tokens[:-1]) == expected
 
 
 def test_sampled_answers_are_those_of_the_seed(root, target):
