@@ -396,6 +396,15 @@ def test_every_set_is_asked_in_every_mode_and_resumes_by_prompt(root, target, tm
     assert sampled != greedy_
 
 
+def test_prompt_sets_of_one_label_are_refused(root, target, tmp_path):
+    mine = write_prompts(tmp_path)
+    config = CONFIG.model_copy(update={"prompt_sets": [mine, PromptSetConfig(), mine]})
+    with pytest.raises(
+        InputError, match=r"several prompt sets are called mine, .*give each a name"
+    ):
+        planned(root, target, config=config)
+
+
 def test_what_the_user_says_next_is_asked_after_the_targets_own_answer(root, target, tmp_path):
     config = CONFIG.model_copy(update={"prompt_sets": [write_prompts(tmp_path)], "num_prompts": 1})
     dataset, run = planned(root, target, config=config)
