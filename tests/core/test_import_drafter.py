@@ -161,6 +161,26 @@ def test_speculators_files_with_qwen3s_defaults_left_out_are_read(tmp_path, targ
     assert read_drafter(folder, num_target_layers=want.num_target_layers).shape == want
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_window_is_the_files_own_and_has_to_be_there(tmp_path, target, layout):
+    folders, _ = exported(tmp_path, target, [layout], attention="swa-bidir")
+    folder = folders[layout]
+
+    def terms(body):
+        return body.get("transformer_layer_config", body)
+
+    edit(folder, lambda body: terms(body).update(use_sliding_window=False))
+    assert read_drafter(folder).shape.sliding_window == 6
+    edit(folder, lambda body: terms(body).pop("use_sliding_window"))
+    assert read_drafter(folder).shape.sliding_window == 6
+    edit(folder, lambda body: terms(body).update(sliding_window=None))
+    with pytest.raises(InputError, match="sliding layers and sliding_window None; set"):
+        read_drafter(folder)
+    edit(folder, lambda body: terms(body).pop("sliding_window"))
+    with pytest.raises(InputError, match="sliding layers and sliding_window None; set"):
+        read_drafter(folder)
+
+
 def test_a_missing_causality_flag_is_read_as_trained_and_said(tmp_path, target, caplog):
     folders, _ = exported(tmp_path, target, ["speculators"], attention="swa-causal")
     edit(folders["speculators"], lambda body: body.pop("sliding_window_non_causal"))
