@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from dflash_core import export
+from dflash_core import export, model_card
 from dflash_core.checkpoint import load_drafter, read_shape
 from dflash_core.config import ExportConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError, MismatchError
@@ -335,6 +335,31 @@ def test_the_model_card_quotes_the_evaluation_and_the_provenance_names_every_inp
     assert provenance["target"]["target_revision"].startswith("content:")
     without = export.plan(root, "demo", run, target, ExportConfig())
     assert without.path != dataset.path
+
+
+@pytest.mark.parametrize(
+    ("learned", "text"),
+    [
+        (["raw"], "Answers are those of the sources."),
+        (["new"], "Answers are the target's own."),
+        (["raw", "new"], "Of some corpora the answers are the target's own."),
+        (["elsewhere"], "Whose answers were learned is not known here."),
+    ],
+)
+def test_the_card_says_whose_answers_the_tokens_hold(learned, text):
+    source = {"name": "s", "path": "owner/set", "revision": "main"}
+    datasets = {
+        "corpora/c-raw": {"fingerprint": "raw", "config": {"sources": [source]}, "inputs": {}},
+        "corpora/c-regenerated-new": {
+            "fingerprint": "new",
+            "config": {"max_new_tokens": 8},
+            "inputs": {"corpus": "raw"},
+        },
+    }
+    for fingerprint in learned:
+        datasets[f"tokens/c-{fingerprint}"] = {"inputs": {"corpus": fingerprint}}
+    said = model_card._data({"datasets": datasets})
+    assert said == f"- s: `owner/set` at main\n\n{text}"
 
 
 def test_an_evaluation_of_another_run_is_refused(root, target):
