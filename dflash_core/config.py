@@ -350,7 +350,7 @@ class EvaluateConfig(Config):
     num_prompts: int = Field(default=64, ge=1)
     """Prompts of each set, lowest content hash first."""
     num_untrained_prompts: int = Field(default=8, ge=1)
-    """Of each set, how many are decoded with the untrained drafter, too, for comparison."""
+    """Of each set, how many are decoded with the drafter that training started from, too, for comparison."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer."""
     thinking: list[bool] = Field(default=[False], min_length=1)

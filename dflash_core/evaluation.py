@@ -1,8 +1,9 @@
 """Acceptance, losslessness and speed of drafters, measured by decoding prompts with the real target.
 
 A unit is one prompt in one mode: decoded by the target alone and with every drafter. Drafters are the
-trained one (`after`), with chains and, where asked for, with trees; the untrained one (`before`) on the
-first few prompts, which shows that the wiring rather than luck is measured; and others to compare with.
+trained one (`after`), with chains and, where asked for, with trees; the one that training started from
+(`before`, untrained unless there was a warm start) on the first few prompts, which shows that the wiring
+rather than luck is measured; and others to compare with.
 Everything that is reported is computed from the units' records.
 """
 

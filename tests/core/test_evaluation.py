@@ -176,6 +176,11 @@ def test_a_device_job_decodes_those_of_its_prompts_that_are_missing(root, target
     assert evaluation.missing(dataset) == rest
 
 
+def test_the_drafter_of_step_0_is_not_called_untrained_since_a_run_may_start_from_another():
+    facts = evaluation_report.summarise(random_records(5))
+    assert {row["drafter"] for row in evaluation_report.table(facts)} == {"at the start", "trained"}
+
+
 def test_seal_writes_a_picture_where_matplotlib_is(root, target):
     pytest.importorskip("matplotlib")
     picture = evaluation_report.picture(evaluation_report.summarise(random_records(5)))
