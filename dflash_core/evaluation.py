@@ -304,6 +304,7 @@ class _Decoder:
             planned = {"content": dataset.request["inputs"][f"drafter {other.name}"]}
             advice = "its files have changed since this evaluation was planned; evaluate anew"
             require_same(f"drafter {other.name}", planned, {"content": found.content}, advice)
+            found.require_embedding(model.get_input_embeddings().weight, f"drafter {other.name!r}")
             head, ids = found.head_DH, found.token_ids_D
             entrants[other.name] = _Entrant(
                 ready(found.build()),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_core import evaluation, evaluation_report, export
 from dflash_core.chat import Chat
@@ -22,7 +23,7 @@ from dflash_core.device_work import Job, open_workers
 from dflash_core.errors import IncompleteError, InputError, MismatchError
 from dflash_core.evaluation_prompts import answer_message, encode_prompt
 from dflash_core.storage import Storage
-from dflash_core.target import load_causal_lm, load_tokenizer
+from dflash_core.target import load_causal_lm, load_embedding_and_head, load_tokenizer
 from tests import chats, targets
 from tests.runs import make_row, question, sealed_corpus, sealed_run, sealed_tokens_run
 from tests.templates import FAMILIES
@@ -524,6 +525,20 @@ def test_a_drafter_of_another_target_or_with_changed_files_is_refused(
         evaluation.plan(
             root, "demo", run, corpus, target, CONFIG, [DrafterSource(name="after", source=own)]
         )
+
+
+def test_a_drafter_with_an_embedding_of_its_own_is_refused(root, target):
+    run, corpus = sealed_run(root, target), sealed_corpus(root, rows(3))
+    own = exported(root, run, target)
+    weights = Path(own) / "model.safetensors"
+    embedding = load_embedding_and_head(target)[0] + 0.1
+    save_file({**load_file(weights), "embed_tokens.weight": embedding}, weights)
+    compare = [DrafterSource(name="own", source=own)]
+    dataset = evaluation.plan(root, "demo", run, corpus, target, CONFIG, compare)
+    with pytest.raises(
+        InputError, match=r"drafter 'own' has an embed_tokens\.weight of its own that differs"
+    ):
+        evaluation.run(dataset, run, target, CPU, compare=compare)
 
 
 def test_both_thinking_modes_of_a_template_without_a_switch_are_refused(root, target):

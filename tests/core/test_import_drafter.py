@@ -143,6 +143,37 @@ def test_published_files_in_several_shards_with_the_targets_own_tensors_are_read
         assert torch.equal(sharded.state_dict[name], tensor)
 
 
+def test_an_embedding_in_the_file_has_to_be_the_targets(tmp_path, target):
+    folders, _ = exported(tmp_path, target, ["z-lab"])
+    file = folders["z-lab"] / "model.safetensors"
+    tensors, (embedding, _) = load_file(file), load_embedding_and_head(target)
+    read_drafter(folders["z-lab"]).require_embedding(embedding, "it")
+    own = embedding.bfloat16().clone()
+    save_file({**tensors, "embed_tokens.weight": own}, file)
+    read_drafter(folders["z-lab"]).require_embedding(embedding, "it")
+    own[259] += 0.1
+    save_file({**tensors, "embed_tokens.weight": own}, file)
+    with pytest.raises(
+        InputError, match=r"in 1 rows \(the mask token's among them\), expected none"
+    ):
+        read_drafter(folders["z-lab"]).require_embedding(embedding, "it")
+    with pytest.raises(InputError, match=r"of shape \[272, 32\], the target's \[99, 32\]"):
+        read_drafter(folders["z-lab"]).require_embedding(embedding[:99], "it")
+
+
+def test_a_whole_head_of_another_size_is_refused(tmp_path, target):
+    folders, _ = exported(tmp_path, target, ["z-lab"])
+    file = folders["z-lab"] / "model.safetensors"
+    tensors, (_, head) = load_file(file), load_embedding_and_head(target)
+    save_file({**tensors, "lm_head.weight": head.clone()}, file)
+    head_DH = read_drafter(folders["z-lab"]).head_DH
+    assert head_DH is not None
+    assert torch.equal(head_DH, head.float())
+    save_file({**tensors, "lm_head.weight": head[:200].clone()}, file)
+    with pytest.raises(CorruptError, match=r"lm_head.weight has shape \[200, 32\], expected \[272"):
+        read_drafter(folders["z-lab"])
+
+
 def test_speculators_files_with_qwen3s_defaults_left_out_are_read(tmp_path, target):
     """The package writes only what differs from Qwen3Config()."""
     folders, _ = exported(tmp_path, target, ["speculators"])
