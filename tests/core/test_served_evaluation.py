@@ -99,23 +99,6 @@ def test_vllm_agrees_with_the_evaluation_at_every_concurrency(root, measured, ta
     assert "suspect" not in report
 
 
-def test_sampled_answers_are_asked_for_as_they_were_and_not_compared(
-    root, measured, target, engine, monkeypatch
-):
-    server, genuine = engine("vllm"), served._questions
-    monkeypatch.setattr(
-        served,
-        "_questions",
-        lambda *a: [replace(q, temperature=0.7, top_p=0.9) for q in genuine(*a)],
-    )
-    dataset, (level,) = asked(root, measured, target, server, concurrency=[2])
-    assert {(body["temperature"], body["top_p"], body["top_k"]) for body in server.asked} == {
-        (0.7, 0.9, -1)
-    }
-    assert level["num_equal"] is None
-    assert "| sampled |" in dataset.storage.get("report.md").decode()
-
-
 def test_a_server_that_accepts_less_is_warned_of(root, measured, target, engine, caplog):
     dataset, levels = asked(
         root, measured, target, engine("vllm", forget=1), concurrency=[2], num_prompts=4
@@ -144,6 +127,23 @@ def test_levels_that_are_committed_are_not_asked_again(root, measured, target, e
     served.run(dataset, measured, target)
     assert len(server.asked) == 1 + 6  # a warm-up and one level
     assert served.missing(dataset) == []
+
+
+def test_sampled_answers_are_asked_for_as_they_were_and_not_compared(
+    root, measured, target, engine, monkeypatch
+):
+    server, genuine = engine("vllm"), served._questions
+    monkeypatch.setattr(
+        served,
+        "_questions",
+        lambda *a: [replace(q, temperature=0.7, top_p=0.9) for q in genuine(*a)],
+    )
+    dataset, (level,) = asked(root, measured, target, server, concurrency=[2])
+    assert {(body["temperature"], body["top_p"], body["top_k"]) for body in server.asked} == {
+        (0.7, 0.9, -1)
+    }
+    assert level["num_equal"] is None
+    assert "| sampled |" in dataset.storage.get("report.md").decode()
 
 
 def test_a_baseline_gives_the_speed_up(root, measured, target, engine):
