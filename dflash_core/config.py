@@ -126,7 +126,8 @@ class RegenerateConfig(Config):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling as served."""
     top_k: int = Field(default=0, ge=0)
-    """Sample from this many most probable tokens only, as served; 0 takes all."""
+    """Sample from this many most probable tokens only, as served; 0 takes all, whatever the target's
+    generation_config.json says."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Leave out tokens below this share of the most probable one's probability, as served."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
@@ -145,7 +146,8 @@ class RegenerateConfig(Config):
 class EndpointsConfig(Config):
     """Servers of the target that speak OpenAI's chat protocol: vLLM, SGLang, llama.cpp, `transformers serve`.
 
-    Never part of a fingerprint: which server answers changes no more than rounding.
+    Never part of a fingerprint: which server answers changes no more than rounding, as long as it samples as it
+    is told. vLLM, SGLang and llama.cpp are told everything; others must have no sampling defaults of their own.
     """
 
     urls: list[str] = []
@@ -348,7 +350,7 @@ class EvaluateConfig(Config):
     num_prompts: int = Field(default=64, ge=1)
     """Prompts of each set, lowest content hash first."""
     num_untrained_prompts: int = Field(default=8, ge=1)
-    """Of each set, how many are decoded with the untrained drafter, too, for comparison."""
+    """Of each set, how many are decoded with the drafter that training started from, too, for comparison."""
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer."""
     thinking: list[bool] = Field(default=[False], min_length=1)

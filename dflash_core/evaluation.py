@@ -1,14 +1,16 @@
 """Acceptance, losslessness and speed of drafters, measured by decoding prompts with the real target.
 
 A unit is one prompt in one mode: decoded by the target alone and with every drafter. Drafters are the
-trained one (`after`), with chains and, where asked for, with trees; the untrained one (`before`) on the
-first few prompts, which shows that the wiring rather than luck is measured; and others to compare with.
+trained one (`after`), with chains and, where asked for, with trees; the one that training started from
+(`before`, untrained unless there was a warm start) on the first few prompts, which shows that the wiring
+rather than luck is measured; and others to compare with.
 Everything that is reported is computed from the units' records.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dflash_core import prompt_sets
-from dflash_core.chat import Chat
+from dflash_core.chat import Chat, Unrenderable
 from dflash_core.checkpoint import load_drafter
 from dflash_core.config import DrafterSource, EvaluateConfig, Runtime, TargetConfig
 from dflash_core.corpus.rows import CORPORA
@@ -34,7 +36,7 @@ from dflash_core.decode import (
 )
 from dflash_core.devices import resolve_device
 from dflash_core.errors import InputError
-from dflash_core.evaluation_prompts import answer_text, choose_prompts, encode_prompt
+from dflash_core.evaluation_prompts import answer_message, choose_prompts, encode_prompt
 from dflash_core.evaluation_report import AFTER, BEFORE, markdown, picture, summarise
 from dflash_core.generation import stop_ids
 from dflash_core.import_drafter import read_drafter
@@ -43,6 +45,8 @@ from dflash_core.model import Drafter
 from dflash_core.progress import Progress, silent
 from dflash_core.sampling import Sampling
 from dflash_core.storage import Storage
+
+log = logging.getLogger(__name__)
 
 STAGE, VERSION = "evaluations", 2
 _PROMPTS = "prompts.json"
@@ -83,6 +87,12 @@ def plan(
         "target_dtype": target.dtype,
     }
     identify(target, require_template=True)
+    labels = [prompt_set.label for prompt_set in config.prompt_sets]
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise InputError(
+            f"several prompt sets are called {', '.join(repeated)}, so they would be reported as one; give each a "
+            "name"
+        )
     for prompt_set in config.prompt_sets:
         if prompt_set.set != prompt_sets.HELD_OUT:
             inputs[f"prompts {prompt_set.label}"] = prompt_sets.identity(prompt_set)
@@ -295,6 +305,7 @@ class _Decoder:
             planned = {"content": dataset.request["inputs"][f"drafter {other.name}"]}
             advice = "its files have changed since this evaluation was planned; evaluate anew"
             require_same(f"drafter {other.name}", planned, {"content": found.content}, advice)
+            found.require_embedding(model.get_input_embeddings().weight, f"drafter {other.name!r}")
             head, ids = found.head_DH, found.token_ids_D
             entrants[other.name] = _Entrant(
                 ready(found.build()),
@@ -332,14 +343,23 @@ class _Decoder:
         return record
 
     def _questions(self, prompt: dict) -> Iterable[tuple[list[int], Callable[[list[int]], None]]]:
-        """Token ids of each question, and what to call with the target's answer before the next one."""
+        """Token ids of each question, and what to call with the target's answer before the next one.
+
+        The conversation ends early where the template cannot print what the target has said.
+        """
         heard: list[list[int]] = []
-        yield prompt["input_ids"], heard.append
+        input_ids = prompt["input_ids"]
+        yield input_ids, heard.append
         chat, messages = self._chats[prompt["thinking"]], list(prompt.get("messages", []))
         for text in prompt.get("follow_ups", []):
-            answer = {"role": "assistant", "content": answer_text(chat, heard[-1])}
+            answer = answer_message(chat, input_ids, heard[-1])
             messages += [answer, {"role": "user", "content": text}]
-            yield encode_prompt(chat, messages, prompt["tools"]), heard.append
+            try:
+                input_ids = encode_prompt(chat, messages, prompt["tools"])
+            except Unrenderable as error:
+                log.warning("%s %s ends early: %s", prompt["source"], prompt["id"], error)
+                return
+            yield input_ids, heard.append
 
     def _outcome(
         self, name: str, input_ids: list[int], decoding: Decoding, seed: int, plain: list[int]

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from dflash_core import prompt_sets
+from dflash_core.answers import readings_of
 from dflash_core.chat import Chat, Unrenderable
 from dflash_core.config import EvaluateConfig, PromptSetConfig, TargetConfig
-from dflash_core.corpus.rows import Row, content_id, group_of, read_rows
+from dflash_core.corpus.rows import Message, Row, content_id, group_of, read_rows
 from dflash_core.errors import InputError
 from dflash_core.manifest import Dataset
 from dflash_core.prompt_sets.prompt import Prompt
@@ -76,10 +77,16 @@ def encode_prompt(chat: Chat, messages: list[dict], tools: list[dict] | None) ->
     return chat.encode(chat.render(messages, tools, prompt=True))
 
 
-def answer_text(chat: Chat, tokens: list[int]) -> str:
-    """An answer as the message that a client would send back, its end-of-turn token left out."""
+def answer_message(chat: Chat, prompt: list[int], tokens: list[int]) -> Message:
+    """An answer as the message that a client would send back: reasoning, content and calls told apart.
+
+    Args:
+        prompt: token ids of what was answered; they say whether it ended inside a reasoning block.
+        tokens: the answer, its end-of-turn token included where it has one.
+    """
     ended = tokens[-1] in {*chat.ends_of_turn, chat.tokenizer.eos_token_id}
-    return chat.decode(tokens[:-1] if ended else tokens)
+    text = chat.decode(tokens[:-1] if ended else tokens)
+    return readings_of(text, opened=chat.decode(prompt).rstrip().endswith("<think>"))[0]
 
 
 def _candidates(prompt_set: PromptSetConfig, corpus: Dataset, wanted: int) -> list[Candidate]:

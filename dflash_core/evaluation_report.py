@@ -18,8 +18,9 @@ from dflash_core.manifest import Dataset
 
 log = logging.getLogger(__name__)
 
-BEFORE, AFTER = "before", "after"  # untrained, trained
-LABELS = {BEFORE: "untrained", AFTER: "trained"}
+BEFORE, AFTER = "before", "after"
+# A run may start from another drafter (warm_start), so the first is not called untrained.
+LABELS = {BEFORE: "at the start", AFTER: "trained"}
 BASELINE = "plain decoding by the same Transformers model on this machine"
 _RESAMPLES = 10_000
 

@@ -1,7 +1,7 @@
 """A trained drafter as the directories that serving engines load, checked by loading them again.
 
-Each layout is one config.json and one model.safetensors with flat names, without embedding and head,
-which are the target's. Files have fixed names, so an interrupted export is written over; it counts once
+Each layout is one config.json and one model.safetensors (several and an index above MAX_FILE_BYTES) with
+flat names, without embedding and head, which are the target's. Files have fixed names, so an interrupted export is written over; it counts once
 the manifest is there. Before that every directory is reloaded, its logits are compared, and each engine's
 own reading of config.json must come to what was trained.
 
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 STAGE, VERSION = "exports", 2
 MAX_LOGIT_DIFFERENCE = 1e-5
+MAX_FILE_BYTES = 4 * 10**9  # S3 takes no more than 5 GB in one request
 # The pack that is compared: documents of these lengths, and anchors inside and at the start of them.
 _DOCUMENTS, _ANCHORS = (40, 9, 47), (20, 40, 45, 95)
 _HEAD_ROWS = 16_384  # of the head turned to float32 at a time
@@ -144,7 +145,7 @@ def run(
         body = _config_json(layout, made.shape, target, config)
         card = model_card(dataset.name, layout, made.shape, target, config, provenance)
         files = {
-            "model.safetensors": save(made.tensors, metadata={"format": "pt"}),
+            **weight_files(made.tensors),
             "config.json": _json_text(body),
             "provenance.json": _json_text(provenance),
             "README.md": card.encode(),
@@ -299,6 +300,30 @@ class _Made:
                 f"at most {MAX_LOGIT_DIFFERENCE:g} is allowed; check the storage and export again"
             )
         return difference
+
+
+def weight_files(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    """The safetensors files by name, as Transformers splits and names them; with an index where they are several."""
+    parts: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and size + tensor.nbytes > MAX_FILE_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][name] = tensor
+        size += tensor.nbytes
+    if len(parts) == 1:
+        return {"model.safetensors": save(tensors, metadata={"format": "pt"})}
+    named = {
+        f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+        for number, part in enumerate(parts, 1)
+    }
+    index = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+        "weight_map": {name: file for file, part in named.items() for name in part},
+    }
+    files = {file: save(part, metadata={"format": "pt"}) for file, part in named.items()}
+    return {**files, "model.safetensors.index.json": _json_text(index)}
 
 
 class RandomPack(NamedTuple):

@@ -2,9 +2,10 @@
 
 What is read computes exactly what its file says or is refused: names, shapes and types of every tensor
 are checked, quantised weights are multiplied out, and config.json may ask for nothing that this project
-does not compute. Embedding and head are the target's; a head over a reduced vocabulary comes along.
+does not compute. Embedding and head are the target's; a head over a reduced vocabulary comes along, and an
+embedding, which some exporters add, for comparison with the target's.
 
-Shape letters: D tokens of a reduced vocabulary, H hidden size.
+Shape letters: D tokens of a reduced vocabulary, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ _QUANTISED = (torch.int8, torch.float8_e4m3fn)
 _SCALE = "_scale"  # of a quantised tensor, as compressed-tensors names it
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
 # The target's own, which some exporters add: never read, the target at hand has them.
-_BORROWED = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d"}
+_BORROWED = {"verifier_lm_head.weight", "verifier_norm.weight", "t2d"}
+_EMBEDDING = "embed_tokens.weight"
+_ROWS = 16_384  # of embeddings compared at a time
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,40 @@ class ImportedDrafter:
     """Target token of each row of a reduced head, int64; None when rows are the target's tokens."""
     content: str
     """Hash of config.json and all weights: the same drafter has the same, wherever it lies."""
+    embedding_VH: Tensor | None = None
+    """Embedding in the file, in its type; None without one. It is used by nobody: see `require_embedding`."""
+
+    def require_embedding(self, target_VH: Tensor, name: str) -> None:
+        """Checks that an embedding in the file is the target's, whose rows the drafter is given.
+
+        Args:
+            name: what to call the drafter in an error.
+
+        Raises:
+            InputError: it differs, as it does where the row of the mask token was trained.
+        """
+        own = self.embedding_VH
+        if own is None:
+            return
+        if own.shape != target_VH.shape:
+            raise InputError(
+                f"{name} has an {_EMBEDDING} of its own of shape {list(own.shape)}, the target's {list(target_VH.shape)}; "
+                "give the target that it was trained for"
+            )
+        differ = torch.cat(
+            [
+                # Both may have been rounded, to different types.
+                ~torch.isclose(ours.float(), theirs.float().cpu(), rtol=1e-2, atol=1e-5).all(dim=-1)
+                for ours, theirs in zip(own.split(_ROWS), target_VH.split(_ROWS), strict=True)
+            ]
+        )
+        if differ.any():
+            rows = differ.nonzero().flatten().tolist()
+            mask = " (the mask token's among them)" if self.shape.mask_token_id in rows else ""
+            raise InputError(
+                f"{name} has an {_EMBEDDING} of its own that differs from the target's in {len(rows)} rows{mask}, expected none, "
+                "since the drafter is given the target's; give the target that it was trained for, or another drafter"
+            )
 
     def build(self) -> Drafter:
         """The drafter, float32, on the CPU."""
@@ -78,6 +115,7 @@ def read_drafter(
     layout = layout_of(body)
     shape = LAYOUTS[layout].shape_from_config(body, num_target_layers)
     tensors = dict(_multiplied_out(storage.url, tensors))
+    embedding_VH = tensors.pop(_EMBEDDING, None)
     token_ids_D, head_DH = _own_head(storage.url, body, shape, tensors)
     with torch.device("meta"):
         wanted = Drafter(shape).state_dict()
@@ -89,6 +127,7 @@ def read_drafter(
         head_DH=head_DH,
         token_ids_D=token_ids_D,
         content=content,
+        embedding_VH=embedding_VH,
     )
 
 
@@ -174,6 +213,11 @@ def _own_head(
     head, offsets = tensors.pop("lm_head.weight", None), tensors.pop("d2t", None)
     size = body.get("draft_vocab_size") or shape.vocab_size
     if size >= shape.vocab_size:
+        if head is not None and head.shape != (shape.vocab_size, shape.hidden_size):
+            raise CorruptError(
+                f"{url}: lm_head.weight has shape {list(head.shape)}, expected "
+                f"{[shape.vocab_size, shape.hidden_size]} of the whole vocabulary; export it again"
+            )
         return None, None if head is None else head.float()
     if head is None or offsets is None or not len(head) == len(offsets) == size:
         raise CorruptError(

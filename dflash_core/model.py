@@ -79,6 +79,11 @@ class DrafterShape:
             raise InputError(
                 f"attention {self.attention!r} is not known; use one of {', '.join(_LAYER_TYPES)}"
             )
+        if self.attention == "mixed" and self.num_hidden_layers < 2:
+            raise InputError(
+                f"attention 'mixed' needs a sliding layer before the full last one, and num_hidden_layers is "
+                f"{self.num_hidden_layers}; give it 2 or more, or use full-bidir"
+            )
         if self.layout not in _FIRST_SLOTS:
             raise InputError(
                 f"layout {self.layout!r} is not known; use one of {', '.join(_FIRST_SLOTS)}"

@@ -189,13 +189,17 @@ def _data(provenance: dict) -> str:
         + (f" at {source['revision']}" if source.get("path") and source.get("revision") else "")
         for source in sources
     ]
-    answered = sum("max_new_tokens" in body["config"] for body in corpora)
-    if answered == 0:
-        text = "Answers are those of the sources."
-    elif answered < len(corpora) - answered:
-        text = "Of some corpora the answers are the target's own."
-    else:
-        text = "Answers are the target's own."
+    # A corpus that was answered anew is there beside its answers; tokens name the one that was learned.
+    learned = {body["inputs"].get("corpus") for body in _of_stage(provenance, "tokens")}
+    answered = {
+        "max_new_tokens" in body["config"] for body in corpora if body["fingerprint"] in learned
+    }
+    text = {
+        (): "Whose answers were learned is not known here.",
+        (False,): "Answers are those of the sources.",
+        (True,): "Answers are the target's own.",
+        (False, True): "Of some corpora the answers are the target's own.",
+    }[tuple(sorted(answered))]
     return "\n".join([*lines, "", text]).strip()
 
 

@@ -7,6 +7,7 @@ asked again, of another server where there is one. The run stops only when none 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import math
@@ -35,10 +36,18 @@ T = TypeVar("T")
 
 _PASSING = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # what may pass by itself
 _OVERLOADED = {429, 503, 529}
+# Servers whose defaults are not neutral (generation_config.json of the model, llama.cpp its own): what a
+# request leaves out, they fill in. All of them know the names below, as `owned_by` says who they are.
+_FILL_IN = {"vllm", "sglang", "llamacpp"}
+# Of an answer that is whole or reached its longest length; some servers name no reason. Others, such as abort
+# and content_filter, end it somewhere.
+_FINISHED = {"stop", "length", "tool_calls", "function_call", None}
 _ATTEMPTS = 5  # of one request, when servers fail on it alone
 _REFUSALS = 16  # after so many, and no answer, every request will be refused
+_ASIDE = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1, "temperature": 0}
 _LONGEST_PAUSE_S = 30.0
 _CONNECT_S = 10.0
+_LIST_S = 30.0  # of the list of models; a server that hangs must not hold up the others
 
 
 class _Failed(Exception):
@@ -89,7 +98,6 @@ class ServedAnswerer:
         self._servers = [_Server(base_url(url), asyncio.Semaphore(slots)) for url in endpoints.urls]
         self._client = httpx.AsyncClient(
             headers=_headers(endpoints.api_key_variable),
-            timeout=httpx.Timeout(endpoints.timeout_s, connect=_CONNECT_S, pool=None),
             limits=httpx.Limits(max_connections=None),
         )
         self._last_answer = time.monotonic()
@@ -97,17 +105,15 @@ class ServedAnswerer:
         self.concurrency = slots * len(self._servers)
 
     async def __aenter__(self) -> Self:
-        """Asks each server what it serves.
+        """Asks the servers what they serve; those that do not say are asked again when it is their turn.
 
         Raises:
             InputError: a server refuses the key, or does not serve the model.
-            UnreachableError: a server has not answered within the patience of the configuration.
+            UnreachableError: none has answered within the patience of the configuration.
         """
         self._last_answer = time.monotonic()
         try:
-            for server in self._servers:
-                listed = await self._send(functools.partial(self._models, server))
-                server.model, server.engine = _served_model(server, listed, self._endpoints.model)
+            await self._send(self._meet_any)
         except BaseException:
             await self._client.aclose()
             raise
@@ -118,7 +124,7 @@ class ServedAnswerer:
 
     def describe(self) -> list[dict[str, str]]:
         """The models that answer and the engines that serve them, each once; no addresses."""
-        found = {(server.model, server.engine) for server in self._servers}
+        found = {(server.model, server.engine) for server in self._servers if server.model}
         return [{"model": model, "engine": engine} for model, engine in sorted(found)]
 
     async def answer(self, prompt: Prompt) -> Answer:
@@ -135,7 +141,7 @@ class ServedAnswerer:
             return Answer(None, reason="template cannot print it", detail=str(error))
         body = self._body(chat, prompt)
         try:
-            reply = await self._send(functools.partial(self._complete, prompt, body))
+            reply = await self._send(functools.partial(self._complete, prompt.conversation, body))
         except _Refused as error:
             self._refused += 1
             if self._refused >= _REFUSALS and not self._answered:
@@ -150,7 +156,7 @@ class ServedAnswerer:
         return read_reply(chat, prompt, text, reply)
 
     def _body(self, chat: Chat, prompt: Prompt) -> dict[str, Any]:
-        """The request, with nothing in it that only some servers know unless it was asked for."""
+        """The request, but for what depends on the server that gets it: see `_sampling`."""
         config = self._config
         body: dict[str, Any] = {
             "messages": [_for_server(message) for message in prompt.messages],
@@ -164,9 +170,6 @@ class ServedAnswerer:
                 "top_p": config.top_p,
                 "seed": int(sha256(f"{config.seed}:{prompt.key}")[:7], 16),
             }
-        for name in ("top_k", "min_p", "presence_penalty"):
-            if value := getattr(config, name):
-                body[name] = value
         options = dict(self._options)
         if "reasoning_effort" in options:  # servers of gpt-oss print its template without kwargs
             body["reasoning_effort"] = options["reasoning_effort"]
@@ -176,30 +179,54 @@ class ServedAnswerer:
             body["chat_template_kwargs"] = options
         return body
 
+    def _sampling(self, server: _Server) -> dict[str, Any]:
+        """Sampling beside the protocol's own: all of it where a server fills in what is left out, else only
+        what was asked for, since a server that knows no such name may refuse the request."""
+        config = self._config
+        if server.engine not in _FILL_IN:
+            names = ("top_k", "min_p", "presence_penalty")
+            return {name: value for name in names if (value := getattr(config, name))}
+        return {
+            "top_k": config.top_k or -1,
+            "min_p": config.min_p,
+            "presence_penalty": config.presence_penalty,
+            "repetition_penalty": 1.0,
+        }
+
     # --- sending -------------------------------------------------------------------------------
 
     async def _send(self, request: Callable[[], Awaitable[T]]) -> T:
         """What `request` returns, asked again while it fails and there is hope."""
-        began, failed_first, to_blame = time.monotonic(), math.inf, 0
+        failed_first, looked, to_blame, failures = math.inf, time.monotonic(), 0, 0
 
         def silent_s() -> float:
             """How long this request has failed while no server answered any other."""
             return time.monotonic() - max(failed_first, self._last_answer)
 
-        def gives_up(state: RetryCallState) -> bool:
-            nonlocal failed_first, to_blame
-            failed_first = min(failed_first, time.monotonic())
-            error = state.outcome.exception() if state.outcome else None
-            to_blame += isinstance(error, _Failed) and error.to_blame
-            hopeless = to_blame >= _ATTEMPTS and self._last_answer > began
-            return hopeless or silent_s() >= patience_s
+        async def tried() -> T:
+            nonlocal failed_first, looked, to_blame, failures
+            try:
+                return await request()
+            except _Failed as error:
+                failed_first = min(failed_first, time.monotonic())
+                if error.to_blame:
+                    failures += 1
+                    if failures >= _ATTEMPTS and self._last_answer <= looked:
+                        await self._ask_aside()
+                    # In an outage everything fails: without an answer to others since, it proves nothing.
+                    to_blame += self._last_answer > looked
+                    looked = time.monotonic()
+                raise
+
+        def gives_up(_: RetryCallState) -> bool:
+            return to_blame >= _ATTEMPTS or silent_s() >= patience_s
 
         patience_s = self._endpoints.patience_s
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Failed), wait=_pause, stop=gives_up, reraise=True
         )
         try:
-            return await retrying(request)
+            return await retrying(tried)
         except _Failed as error:
             if silent_s() < patience_s:
                 raise
@@ -209,13 +236,38 @@ class ServedAnswerer:
                 "this again, it continues"
             ) from error
 
-    async def _models(self, server: _Server) -> list[dict]:
-        reply = await self._request(server, "GET", "/models")
-        return [model for model in reply.get("data") or [] if isinstance(model, dict)]
+    async def _ask_aside(self) -> None:
+        """Asks for one token of something else; an answer is noted as any other is.
 
-    async def _complete(self, prompt: Prompt, body: dict[str, Any]) -> dict:
-        server = self._choose(prompt.conversation)
-        asked = {"model": server.model, **body}
+        It tells a row that servers fail on from an outage where no other request is left to tell.
+        """
+        with contextlib.suppress(_Failed, _Refused):
+            await self._complete("", _ASIDE)
+
+    async def _meet_any(self) -> None:
+        """Meets every server; one that answers is enough. Raises _Failed when none does, or InputError."""
+        met = await asyncio.gather(*map(self._meet, self._servers), return_exceptions=True)
+        errors = [error for error in met if error is not None]
+        for error in errors:
+            if not isinstance(error, _Failed):
+                raise error
+        if len(errors) == len(met):
+            raise errors[0]
+
+    async def _meet(self, server: _Server) -> None:
+        """Learns which model and engine a server has. Failing to say is no request's fault."""
+        try:
+            reply = await self._request(server, "GET", "/models", timeout_s=_LIST_S)
+        except _Failed as error:
+            raise _Failed(str(error), to_blame=False, retry_after_s=error.retry_after_s) from error
+        listed = [model for model in reply.get("data") or [] if isinstance(model, dict)]
+        server.model, server.engine = _served_model(server, listed, self._endpoints.model)
+
+    async def _complete(self, conversation: str, body: dict[str, Any]) -> dict:
+        server = self._choose(conversation)
+        if not server.model:
+            await self._meet(server)
+        asked = {"model": server.model, **body, **self._sampling(server)}
         if server.engine == "vllm":
             asked["return_token_ids"] = True  # says exactly what was read and written
         server.asked += 1
@@ -226,6 +278,8 @@ class ServedAnswerer:
             server.asked -= 1
         if not isinstance(reply.get("choices"), list) or not reply["choices"]:
             raise _Failed(f"{server.url} sent no choices")
+        if (finish := reply["choices"][0].get("finish_reason")) not in _FINISHED:
+            raise _Failed(f"{server.url} ended an answer with {finish}")
         return reply
 
     def _choose(self, conversation: str) -> _Server:
@@ -243,11 +297,20 @@ class ServedAnswerer:
         )
 
     async def _request(
-        self, server: _Server, method: str, path: str, body: dict | None = None
+        self,
+        server: _Server,
+        method: str,
+        path: str,
+        body: dict | None = None,
+        timeout_s: float = math.inf,
     ) -> dict:
         """One exchange. Raises _Failed, _Refused or InputError."""
+        timeout_s = min(timeout_s, self._endpoints.timeout_s)
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S, pool=None)
         try:
-            response = await self._client.request(method, server.url + path, json=body)
+            response = await self._client.request(
+                method, server.url + path, json=body, timeout=timeout
+            )
             reply = response.json() if response.status_code == 200 else {}
         except (httpx.TransportError, ValueError) as error:
             reached = not isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))

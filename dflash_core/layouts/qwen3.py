@@ -46,8 +46,15 @@ def shape_fields(body: dict) -> dict:
     """The fields of `DrafterShape` that stand in a Qwen3 configuration.
 
     Raises:
-        InputError: something that this drafter does not compute: another model, biases, YaRN.
+        InputError: something that this drafter does not compute: another model, biases, YaRN; or sliding
+            layers without a window.
     """
+    window = body.get("sliding_window")
+    if SLIDING in (body.get("layer_types") or ()) and not window:
+        raise InputError(
+            f"config.json has sliding layers and sliding_window {window!r}; set sliding_window to the window that "
+            "the drafter was trained with"
+        )
     rope = body.get("rope_parameters") or {}
     surprises = {
         "model_type": body.get("model_type") != "qwen3",
@@ -65,8 +72,7 @@ def shape_fields(body: dict) -> dict:
         "num_attention_heads": body["num_attention_heads"],
         "num_key_value_heads": body["num_key_value_heads"],
         "head_dim": body["head_dim"],
-        "sliding_window": body.get("sliding_window")
-        or DrafterConfig.model_fields["sliding_window"].default,
+        "sliding_window": window or DrafterConfig.model_fields["sliding_window"].default,
         "rope_theta": float(rope.get("rope_theta") or body["rope_theta"]),
         "rms_norm_eps": body["rms_norm_eps"],
         "vocab_size": body["vocab_size"],

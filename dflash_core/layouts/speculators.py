@@ -111,4 +111,6 @@ def _with_defaults(terms: dict) -> dict:
 
     if terms.get("model_type") != "qwen3":
         qwen3.refuse([f"model_type {terms.get('model_type')!r}"])
-    return Qwen3Config(**terms).to_dict()
+    full = Qwen3Config(**terms).to_dict()
+    # Qwen3Config drops the window unless use_sliding_window is true; layer_types alone say who slides.
+    return full | {"sliding_window": terms.get("sliding_window") or full["sliding_window"]}

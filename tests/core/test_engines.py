@@ -48,11 +48,6 @@ def test_the_mixed_contract_is_refused_in_the_speculators_layout_with_the_reason
             require_servable(changed, shape)
 
 
-def test_one_full_layer_of_a_mixed_drafter_is_no_mixture():
-    body, shape = config("speculators", "mixed", num_hidden_layers=1)
-    require_servable(body, shape)
-
-
 @pytest.mark.parametrize(
     ("layout", "attention", "change", "message"),
     [

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dflash_core import evaluation, evaluation_report, export
+from dflash_core.chat import Chat
 from dflash_core.checkpoint import load_drafter
 from dflash_core.config import (
     DrafterSource,
@@ -19,10 +21,12 @@ from dflash_core.config import (
 from dflash_core.decode import greedy, speculate
 from dflash_core.device_work import Job, open_workers
 from dflash_core.errors import IncompleteError, InputError, MismatchError
+from dflash_core.evaluation_prompts import answer_message, encode_prompt
 from dflash_core.storage import Storage
-from dflash_core.target import load_causal_lm, load_tokenizer
-from tests import targets
+from dflash_core.target import load_causal_lm, load_embedding_and_head, load_tokenizer
+from tests import chats, targets
 from tests.runs import make_row, question, sealed_corpus, sealed_run, sealed_tokens_run
+from tests.templates import FAMILIES
 
 CPU = Runtime(device="cpu")
 CONFIG = EvaluateConfig(num_prompts=4, num_untrained_prompts=2, max_new_tokens=12)
@@ -171,6 +175,11 @@ def test_a_device_job_decodes_those_of_its_prompts_that_are_missing(root, target
     workers.run([first, second], lambda *state: seen.append(state[:2]))
     assert seen == [(1, 1)]
     assert evaluation.missing(dataset) == rest
+
+
+def test_the_drafter_of_step_0_is_not_called_untrained_since_a_run_may_start_from_another():
+    facts = evaluation_report.summarise(random_records(5))
+    assert {row["drafter"] for row in evaluation_report.table(facts)} == {"at the start", "trained"}
 
 
 def test_seal_writes_a_picture_where_matplotlib_is(root, target):
@@ -393,6 +402,15 @@ def test_every_set_is_asked_in_every_mode_and_resumes_by_prompt(root, target, tm
     assert sampled != greedy_
 
 
+def test_prompt_sets_of_one_label_are_refused(root, target, tmp_path):
+    mine = write_prompts(tmp_path)
+    config = CONFIG.model_copy(update={"prompt_sets": [mine, PromptSetConfig(), mine]})
+    with pytest.raises(
+        InputError, match=r"several prompt sets are called mine, .*give each a name"
+    ):
+        planned(root, target, config=config)
+
+
 def test_what_the_user_says_next_is_asked_after_the_targets_own_answer(root, target, tmp_path):
     config = CONFIG.model_copy(update={"prompt_sets": [write_prompts(tmp_path)], "num_prompts": 1})
     dataset, run = planned(root, target, config=config)
@@ -412,6 +430,32 @@ def test_what_the_user_says_next_is_asked_after_the_targets_own_answer(root, tar
     assert record["plain"]["tokens"] == first + greedy(model, ids, 12, stop_ids)
     assert record["outcomes"]["after"]["lossless"]
     assert record["num_prompt_tokens"] == len(prompt["input_ids"]) + len(ids)
+
+
+def test_a_conversation_ends_where_the_template_refuses_what_was_said(root, tmp_path, caplog):
+    refusing = "{% if messages|length > 2 %}{{ raise_exception('no more') }}{% endif %}"
+    own = targets.qwen3(tmp_path / "refusing")
+    targets.save_tokenizer(tmp_path / "refusing", template=refusing + targets.CHATML)
+    config = CONFIG.model_copy(update={"prompt_sets": [write_prompts(tmp_path)], "num_prompts": 1})
+    dataset, run = planned(root, own, config=config)
+    evaluation.run(dataset, run, own, CPU)
+    (prompt,) = prompts_of(dataset)["prompts"]
+    record = dataset.record("prompt-00000")
+    assert record["num_prompt_tokens"] == len(prompt["input_ids"])
+    assert "ends early: TemplateError: no more" in caplog.text
+
+
+def test_channels_go_back_as_reasoning_and_content():
+    """The template of gpt-oss refuses channel tags in a message's content."""
+    family = FAMILIES["gpt-oss"]
+    tokenizer = chats.tokenizer(family.template, family.markers, family.eos)
+    chat, asked = Chat(tokenizer, False), [chats.user("a")]
+    prompt = encode_prompt(chat, asked, None)
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>so"
+    tokens = [*chat.encode(said), chat.end_of_turn]
+    expected = chats.assistant("so", reasoning_content="hm")
+    assert answer_message(chat, prompt, tokens) == expected
+    assert answer_message(chat, prompt, tokens[:-1]) == expected
 
 
 def test_sampled_answers_are_those_of_the_seed(root, target):
@@ -481,6 +525,20 @@ def test_a_drafter_of_another_target_or_with_changed_files_is_refused(
         evaluation.plan(
             root, "demo", run, corpus, target, CONFIG, [DrafterSource(name="after", source=own)]
         )
+
+
+def test_a_drafter_with_an_embedding_of_its_own_is_refused(root, target):
+    run, corpus = sealed_run(root, target), sealed_corpus(root, rows(3))
+    own = exported(root, run, target)
+    weights = Path(own) / "model.safetensors"
+    embedding = load_embedding_and_head(target)[0] + 0.1
+    save_file({**load_file(weights), "embed_tokens.weight": embedding}, weights)
+    compare = [DrafterSource(name="own", source=own)]
+    dataset = evaluation.plan(root, "demo", run, corpus, target, CONFIG, compare)
+    with pytest.raises(
+        InputError, match=r"drafter 'own' has an embed_tokens\.weight of its own that differs"
+    ):
+        evaluation.run(dataset, run, target, CPU, compare=compare)
 
 
 def test_both_thinking_modes_of_a_template_without_a_switch_are_refused(root, target):

@@ -7,13 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from dflash_core import export
+from dflash_core import export, model_card
 from dflash_core.checkpoint import load_drafter, read_shape
 from dflash_core.config import ExportConfig
 from dflash_core.errors import CorruptError, IncompleteError, InputError, MismatchError
 from dflash_core.import_drafter import read_drafter
 from dflash_core.manifest import Dataset
 from dflash_core.model_card import lineage
+from dflash_core.publish import publish
 from dflash_core.storage import Storage
 from dflash_core.target import load_embedding_and_head, load_tokenizer, text_config
 from tests import targets
@@ -132,6 +133,32 @@ def test_tensors_have_the_z_lab_names_in_bfloat16_without_embedding_and_head(roo
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
 
 
+def test_weights_above_the_limit_of_a_file_are_split_with_an_index(root, target, monkeypatch):
+    whole, _ = exported(root, target)
+    tensors = load(whole.storage.get(f"{LAYOUT}/model.safetensors"))
+    largest = max(tensor.nbytes for tensor in tensors.values())
+    monkeypatch.setattr(export, "MAX_FILE_BYTES", 2 * largest)
+    run = sealed_run(root.child("split"), target)
+    dataset = export.plan(root.child("split"), "demo", run, target, ExportConfig())
+    export.run(dataset, run, target)
+    facts = export.seal(dataset)["facts"]
+    index = json.loads(dataset.storage.get(f"{LAYOUT}/model.safetensors.index.json"))
+    count = len(set(index["weight_map"].values()))
+    assert count > 2
+    assert f"model-00001-of-{count:05d}.safetensors" in facts["files"][LAYOUT]
+    assert "model.safetensors" not in facts["files"][LAYOUT]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        part = load(dataset.storage.get(f"{LAYOUT}/{index['weight_map'][name]}"))
+        assert sum(other.nbytes for other in part.values()) <= 2 * largest
+        assert torch.equal(part[name], tensor)
+    ours = read_drafter(dataset.storage.child(LAYOUT)).state_dict
+    theirs = read_drafter(whole.storage.child(LAYOUT)).state_dict
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    copy = Storage.from_url(publish(dataset, str(root.local_path / "copy"))[0])
+    assert read_drafter(copy).content == read_drafter(dataset.storage.child(LAYOUT)).content
+
+
 def test_transformers_reads_the_config_as_qwen3(root, target):
     from transformers import AutoConfig
 
@@ -218,7 +245,10 @@ def test_a_file_altered_after_its_commit_is_found_before_the_seal(root, target, 
         ({"model_type": "qwen3_5_text"}, "qwen3_5_text"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"dflash_config": {"conv_kernel_size": 2}}, "conv_kernel_size"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 6},
+            "layer_types",
+        ),
         ({"is_causal": True}, "full True"),
         ({"num_target_layers": 3}, "target_layer_ids"),
         ({"dflash_config": {"target_layer_ids": [0, 1]}}, "fc.weight has shape"),
@@ -308,6 +338,31 @@ def test_the_model_card_quotes_the_evaluation_and_the_provenance_names_every_inp
     assert provenance["target"]["target_revision"].startswith("content:")
     without = export.plan(root, "demo", run, target, ExportConfig())
     assert without.path != dataset.path
+
+
+@pytest.mark.parametrize(
+    ("learned", "text"),
+    [
+        (["raw"], "Answers are those of the sources."),
+        (["new"], "Answers are the target's own."),
+        (["raw", "new"], "Of some corpora the answers are the target's own."),
+        (["elsewhere"], "Whose answers were learned is not known here."),
+    ],
+)
+def test_the_card_says_whose_answers_the_tokens_hold(learned, text):
+    source = {"name": "s", "path": "owner/set", "revision": "main"}
+    datasets = {
+        "corpora/c-raw": {"fingerprint": "raw", "config": {"sources": [source]}, "inputs": {}},
+        "corpora/c-regenerated-new": {
+            "fingerprint": "new",
+            "config": {"max_new_tokens": 8},
+            "inputs": {"corpus": "raw"},
+        },
+    }
+    for fingerprint in learned:
+        datasets[f"tokens/c-{fingerprint}"] = {"inputs": {"corpus": fingerprint}}
+    said = model_card._data({"datasets": datasets})
+    assert said == f"- s: `owner/set` at main\n\n{text}"
 
 
 def test_an_evaluation_of_another_run_is_refused(root, target):

@@ -143,6 +143,37 @@ def test_published_files_in_several_shards_with_the_targets_own_tensors_are_read
         assert torch.equal(sharded.state_dict[name], tensor)
 
 
+def test_an_embedding_in_the_file_has_to_be_the_targets(tmp_path, target):
+    folders, _ = exported(tmp_path, target, ["z-lab"])
+    file = folders["z-lab"] / "model.safetensors"
+    tensors, (embedding, _) = load_file(file), load_embedding_and_head(target)
+    read_drafter(folders["z-lab"]).require_embedding(embedding, "it")
+    own = embedding.bfloat16().clone()
+    save_file({**tensors, "embed_tokens.weight": own}, file)
+    read_drafter(folders["z-lab"]).require_embedding(embedding, "it")
+    own[259] += 0.1
+    save_file({**tensors, "embed_tokens.weight": own}, file)
+    with pytest.raises(
+        InputError, match=r"in 1 rows \(the mask token's among them\), expected none"
+    ):
+        read_drafter(folders["z-lab"]).require_embedding(embedding, "it")
+    with pytest.raises(InputError, match=r"of shape \[272, 32\], the target's \[99, 32\]"):
+        read_drafter(folders["z-lab"]).require_embedding(embedding[:99], "it")
+
+
+def test_a_whole_head_of_another_size_is_refused(tmp_path, target):
+    folders, _ = exported(tmp_path, target, ["z-lab"])
+    file = folders["z-lab"] / "model.safetensors"
+    tensors, (_, head) = load_file(file), load_embedding_and_head(target)
+    save_file({**tensors, "lm_head.weight": head.clone()}, file)
+    head_DH = read_drafter(folders["z-lab"]).head_DH
+    assert head_DH is not None
+    assert torch.equal(head_DH, head.float())
+    save_file({**tensors, "lm_head.weight": head[:200].clone()}, file)
+    with pytest.raises(CorruptError, match=r"lm_head.weight has shape \[200, 32\], expected \[272"):
+        read_drafter(folders["z-lab"])
+
+
 def test_speculators_files_with_qwen3s_defaults_left_out_are_read(tmp_path, target):
     """The package writes only what differs from Qwen3Config()."""
     folders, _ = exported(tmp_path, target, ["speculators"])
@@ -159,6 +190,26 @@ def test_speculators_files_with_qwen3s_defaults_left_out_are_read(tmp_path, targ
     with pytest.raises(InputError, match="how many layers"):
         read_drafter(folder)
     assert read_drafter(folder, num_target_layers=want.num_target_layers).shape == want
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_window_is_the_files_own_and_has_to_be_there(tmp_path, target, layout):
+    folders, _ = exported(tmp_path, target, [layout], attention="swa-bidir")
+    folder = folders[layout]
+
+    def terms(body):
+        return body.get("transformer_layer_config", body)
+
+    edit(folder, lambda body: terms(body).update(use_sliding_window=False))
+    assert read_drafter(folder).shape.sliding_window == 6
+    edit(folder, lambda body: terms(body).pop("use_sliding_window"))
+    assert read_drafter(folder).shape.sliding_window == 6
+    edit(folder, lambda body: terms(body).update(sliding_window=None))
+    with pytest.raises(InputError, match="sliding layers and sliding_window None; set"):
+        read_drafter(folder)
+    edit(folder, lambda body: terms(body).pop("sliding_window"))
+    with pytest.raises(InputError, match="sliding layers and sliding_window None; set"):
+        read_drafter(folder)
 
 
 def test_a_missing_causality_flag_is_read_as_trained_and_said(tmp_path, target, caplog):

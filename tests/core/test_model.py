@@ -265,6 +265,13 @@ def test_attention_contracts_name_the_kind_and_causality_of_each_layer():
         ({}, {}, [9, 1], 0, r"rising order.*\[1, 9\]"),
         ({}, {"intermediate_size": None}, [1], 0, "set drafter.intermediate_size"),
         ({}, {"vocab_size": None}, [1], 0, "no vocab_size"),
+        (
+            {"attention": "mixed", "num_hidden_layers": 1},
+            {},
+            [1],
+            0,
+            "num_hidden_layers is 1; give it 2 or more",
+        ),
     ],
 )
 def test_a_shape_that_cannot_work_is_refused_by_name(config, changes, taps, mask, message):

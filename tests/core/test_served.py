@@ -1,5 +1,6 @@
 """Regeneration over real HTTP servers that speak OpenAI's chat protocol, some of them badly."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -162,6 +163,18 @@ def test_sampling_is_sent_as_served_and_nothing_else(root, target):
     assert one["seed"] != other["seed"]
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+def test_servers_with_defaults_of_their_own_get_neutral_values_too(root, target, engine):
+    with ChatServer(echo, engine=engine) as server:
+        ask(root, target, questions(1), [server])
+        config = RegenerateConfig(temperature=0.7, top_k=20, min_p=0.1, presence_penalty=1.5)
+        ask(root.child("b"), target, questions(1), [server], config=config)
+    names = ("top_k", "min_p", "presence_penalty", "repetition_penalty")
+    sent = [tuple(body[name] for name in names) for body in server.requests]
+    assert sent == [(-1, 0.0, 0.0, 1.0), (20, 0.1, 1.5, 1.0)]
+    assert server.requests[1]["top_p"] == 1.0
+
+
 def test_a_share_of_the_rows_is_answered_with_thinking_and_every_row_names_its_mode(root, tmp_path):
     target = chats.target(tmp_path / "switch", REWRITING)
     config = RegenerateConfig(thinking=True, thinking_share=0.4, rows_per_part=16)
@@ -214,8 +227,10 @@ class Flaky:
         lambda: ConnectionResetError(),
         lambda: {"choices": []},
         lambda: 3.0,
+        lambda: reply("half an ans", finish="abort"),
+        lambda: reply("", finish="content_filter"),
     ],
-    ids=["429", "500", "503", "dropped", "no choices", "timeout"],
+    ids=["429", "500", "503", "dropped", "no choices", "timeout", "aborted", "filtered"],
 )
 def test_a_request_that_fails_is_asked_again(root, target, failure):
     flaky = Flaky(failure)
@@ -268,6 +283,29 @@ def test_work_goes_on_with_the_servers_that_are_left(root, target):
     assert server.most_at_once <= 4
 
 
+def test_a_server_that_is_dead_at_the_start_joins_when_it_is_up(root, target):
+    (port,) = free_ports(1)
+    late = ChatServer(echo, port=port)
+    with ChatServer(echo) as server, contextlib.ExitStack() as stack:
+        rows, facts = ask(
+            root,
+            target,
+            questions(120),
+            [late, server],
+            requests_per_url=4,
+            progress=lambda done, *_: stack.enter_context(late) if done == 5 else None,
+        )
+    assert len(rows) == 120
+    assert late.requests
+    assert facts["answered_by"] == [{"model": "target", "engine": "test"}]
+
+
+def test_a_start_with_no_server_that_answers_names_all_of_them(root, target):
+    dead = [ChatServer(echo, port=port) for port in free_ports(2)]
+    with pytest.raises(UnreachableError, match=rf"no server of {dead[0].url}, {dead[1].url} has"):
+        ask(root, target, questions(1), dead, patience_s=0.2)
+
+
 def test_several_servers_share_the_work_and_a_conversation_stays_with_its_own(root, target):
     turns = [m for _ in range(3) for m in (user("again"), assistant("old"))]
     rows = [row_of(user(f"first {i}"), assistant("old"), *turns) for i in range(40)]
@@ -295,6 +333,31 @@ def test_a_row_that_a_server_refuses_or_always_fails_on_is_rejected_with_its_wor
     assert facts["rejected"] == {"servers refuse it": 3, "servers fail on it": 3}
     details = {it["detail"] for it in dataset.records()["part-000000"]["rejects"]}
     assert details == {"400: longer than 4096 tokens", "500 kernel died"}
+
+
+def test_an_outage_behind_a_proxy_costs_no_row(root, target):
+    """The proxy answers 502 for its servers; rows in flight fail many times, and are answered after it."""
+    asked = []
+
+    def handler(body):
+        asked.append(body)
+        return status(502, "bad gateway") if 6 <= len(asked) < 80 else echo(body)
+
+    with ChatServer(handler) as server:
+        rows, facts = ask(root, target, questions(20), [server], requests_per_url=4)
+    assert len(rows) == 20
+    assert facts["rejected"] == {}
+
+
+def test_a_row_that_servers_fail_on_is_found_when_no_other_is_left(root, target):
+    def handler(body):
+        failing = body["messages"][-1]["content"] == "question 1"
+        return status(500, "kernel died") if failing else echo(body)
+
+    with ChatServer(handler) as server:
+        rows, facts = ask(root, target, questions(2), [server], requests_per_url=1, patience_s=20)
+    assert answers_of(rows) == ["QUESTION 0"]
+    assert facts["rejected"] == {"servers fail on it": 1}
 
 
 def test_a_run_stops_when_no_server_answers_and_continues_where_it_was(root, target):

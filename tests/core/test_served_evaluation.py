@@ -1,5 +1,7 @@
 """A running server against the offline evaluation: both engines, agreement, warnings, resume, errors."""
 
+from dataclasses import replace
+
 import pytest
 
 from dflash_core import evaluation
@@ -88,6 +90,8 @@ def test_vllm_agrees_with_the_evaluation_at_every_concurrency(root, measured, ta
     assert 1 < server.most_in_flight <= 6
     question = server.asked[0]
     assert question["temperature"] == 0
+    names = ("top_p", "top_k", "min_p", "repetition_penalty")
+    assert [question[name] for name in names] == [1.0, -1, 0.0, 1.0]
     assert question["max_tokens"] == 13
     assert 257 in question["stop_token_ids"]
     report = dataset.storage.get("report.md").decode()
@@ -129,6 +133,23 @@ def test_levels_that_are_committed_are_not_asked_again(root, measured, target, e
     served.run(dataset, measured, target)
     assert len(server.asked) == 1 + 6  # a warm-up and one level
     assert served.missing(dataset) == []
+
+
+def test_sampled_answers_are_asked_for_as_they_were_and_not_compared(
+    root, measured, target, engine, monkeypatch
+):
+    server, genuine = engine("vllm"), served._questions
+    monkeypatch.setattr(
+        served,
+        "_questions",
+        lambda *a: [replace(q, temperature=0.7, top_p=0.9) for q in genuine(*a)],
+    )
+    dataset, (level,) = asked(root, measured, target, server, concurrency=[2])
+    assert {(body["temperature"], body["top_p"], body["top_k"]) for body in server.asked} == {
+        (0.7, 0.9, -1)
+    }
+    assert level["num_equal"] is None
+    assert "| sampled |" in dataset.storage.get("report.md").decode()
 
 
 def test_a_baseline_gives_the_speed_up(root, measured, target, engine):

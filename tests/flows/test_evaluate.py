@@ -39,7 +39,7 @@ def test_an_evaluation_is_shown_held_against_a_server_and_exported(prefect_serve
     )
     rows = json.loads(Artifact.get("evaluate-summary").data)
     assert {(row["drafter"], row["mode"]) for row in rows} == {
-        ("untrained", "greedy, thinking off"),
+        ("at the start", "greedy, thinking off"),
         ("trained", "greedy, thinking off"),
         ("trained", "temperature 1, thinking off"),
     }
