@@ -6,13 +6,13 @@ Blocks, global limits of GPUs, the work pool and its queues, automations, and th
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -54,7 +54,7 @@ class Setup(Config):
     """s3://bucket/folder to which this folder is copied and from which workers take it."""
     store_credentials: bool = False
     """Keep the AWS keys of the environment in the server's AwsCredentials block and hand them to workers.
-    Off, each worker has its own: an instance role is best."""
+    Off, each worker has its own: an instance role is best. Left out, what stands stays."""
     notify: str = ""
     """Slug of a notification block, such as slack-webhook/ops, for stalls and failures."""
     stall_minutes: float = Field(default=30, gt=0)
@@ -94,12 +94,13 @@ def deploy(setup: Setup) -> Iterator[str]:
             notify=notify,
         )
         yield from (f"automation {name!r}" for name in names)
-    yield from _deployments(setup)
+        yield from _deployments(client, setup)
 
 
 def prefect_file(setup: Setup) -> dict[str, Any]:
     """`prefect.yaml` with what the profile changes: where code comes from, job variables."""
     body = yaml.safe_load((HOME / "prefect.yaml").read_text())
+    body["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": str(HOME)}}]
     if setup.git:
         step = {"repository": setup.git, "commit_sha": setup.commit}
         body["pull"] = [{"prefect.deployments.steps.git_clone": step}]
@@ -269,30 +270,24 @@ def _notification(client: Any, slug: str) -> Any:
         ) from None
 
 
-def _deployments(setup: Setup) -> Iterator[str]:
-    """Hands the rendered file to `prefect deploy --all`, which creates or updates by name."""
+def _deployments(client: Any, setup: Setup) -> Iterator[str]:
+    from flows import deployments
+
     body = prefect_file(setup)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "prefect.yaml"
-        file.write_text(yaml.safe_dump(body, sort_keys=False))
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "prefect",
-                "--no-prompt",
-                "deploy",
-                "--all",
-                f"--prefect-file={file}",
-            ],
-            cwd=HOME,
-            env=os.environ | {"DFLASH_HOME": str(HOME)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise InputError(f"prefect deploy failed: {(done.stderr or done.stdout).strip()[-2000:]}")
-    for deployment in body["deployments"]:
-        flow = deployment["entrypoint"].rpartition(":")[2]
-        yield f"deployment {flow}/{deployment['name']}"
+    _push(body.get("push", []), setup)
+    off = "store_credentials" in setup.model_fields_set and not setup.store_credentials
+    names = deployments.ensure(client, body, forget=KEYS + PLACES if off else ())
+    yield from (f"deployment {name}" for name in names)
+
+
+def _push(steps: list[dict[str, Any]], setup: Setup) -> None:
+    """Copies the code to where workers take it from."""
+    from prefect.deployments.steps.core import StepExecutionError, run_steps
+
+    try:
+        with chdir(HOME):
+            asyncio.run(run_steps(steps, print_function=lambda *_, **__: None))
+    except StepExecutionError as error:
+        raise InputError(
+            f"the code cannot be copied to {setup.code}: {error.__cause__ or error}"
+        ) from error

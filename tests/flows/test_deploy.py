@@ -7,10 +7,13 @@ import json
 import socket
 from contextvars import copy_context
 from threading import Event, Thread
+from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 
 from dflash_core.errors import InputError
+from flows import deployments
 from flows.deploy import Setup, _job_template, deploy, merged, prefect_file
 from tests.s3 import KEY, SECRET
 
@@ -48,6 +51,53 @@ def test_deploying_again_makes_nothing_twice(prefect_server):
         assert {key: before[key] for key in same} == {key: after[key] for key in same}
 
 
+class OneDeployment:
+    """A server where every deployment stands already, or none; what it is told lies in `updates` and `made`."""
+
+    def __init__(self, known):
+        self.known, self.updates, self.made = known, [], []
+
+    def read_deployment_by_name(self, name):
+        from prefect.exceptions import ObjectNotFound
+
+        if self.known is None:
+            raise ObjectNotFound(RuntimeError())
+        return self.known
+
+    def update_deployment(self, _, deployment):
+        self.updates.append(deployment.model_dump(exclude_unset=True))
+
+    def create_flow_from_name(self, name):
+        return name
+
+    def create_deployment(self, flow_id, name, **fields):
+        self.made.append({"flow": flow_id, "name": name, **fields})
+
+
+def test_names_are_those_of_the_server_and_an_update_holds_code_only():
+    env = {"AWS_REGION": "eu", "HF_HOME": "/models"}
+    server = OneDeployment(SimpleNamespace(id=uuid4(), job_variables={"env": env, "cpu": 4}))
+    body = prefect_file(Setup())
+    names = list(deployments.ensure(server, body, forget=["AWS_REGION"]))
+    assert {"store-verify/default", "extract_units/default", "pipeline/cluster"} <= set(names)
+    for update in server.updates:
+        assert not update.keys() & {"parameters", "schedules", "concurrency_limit", "paused"}
+        assert update["job_variables"] == {"env": {"HF_HOME": "/models"}, "cpu": 4}
+
+
+def test_a_new_deployment_gets_all_that_the_file_says():
+    server = OneDeployment(None)
+    names = list(deployments.ensure(server, prefect_file(Setup())))
+    assert names == [f"{one['flow']}/{one['name']}" for one in server.made]
+    made = next(one for one in server.made if (one["flow"], one["name"]) == ("pipeline", "cluster"))
+    assert made["parameters"]["params"]["stages_run"] == "as-deployments"
+    assert made["concurrency_limit"] == 1
+    assert made["concurrency_options"].collision_strategy == "ENQUEUE"
+    (schedule,) = made["schedules"]
+    assert (schedule.schedule.cron, schedule.active) == ("0 2 * * *", False)
+    assert made["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"]
+
+
 @pytest.mark.server
 @pytest.mark.timeout(400)
 def test_stored_credentials_reach_runs_by_reference_only(prefect_server, s3_server):
@@ -63,16 +113,26 @@ def test_stored_credentials_reach_runs_by_reference_only(prefect_server, s3_serv
     assert SECRET not in str(block)
     assert SECRET not in json.dumps(prefect_file(setup))
     assert KEY not in json.dumps(prefect_file(setup))
-    env = prefect_file(setup)["deployments"][0]["work_pool"]["job_variables"]["env"]
 
     from prefect.utilities.asyncutils import run_coro_as_sync
-    from prefect.utilities.templating import resolve_block_document_references
+    from prefect.workers.process import ProcessJobConfiguration, ProcessWorker
 
-    with get_client(sync_client=True):
-        resolved = run_coro_as_sync(resolve_block_document_references(env))
-    assert resolved["AWS_ACCESS_KEY_ID"] == KEY
-    assert resolved["AWS_SECRET_ACCESS_KEY"] == SECRET
-    assert resolved["AWS_ENDPOINT_URL"] == s3_server.endpoint
+    prefect_server.deploy("-s", "store_credentials=true")
+    with get_client(sync_client=True) as client:
+        prefect_server.deploy()  # what stands stays
+        stands = client.read_deployment_by_name("extract/default")
+        assert SECRET not in stands.model_dump_json()
+        assert KEY not in stands.model_dump_json()
+        # As a worker does before it starts a run.
+        template = ProcessWorker.get_default_base_job_template()
+        job = run_coro_as_sync(
+            ProcessJobConfiguration.from_template_and_values(template, stands.job_variables)
+        )
+        assert job.env["AWS_ACCESS_KEY_ID"] == KEY
+        assert job.env["AWS_SECRET_ACCESS_KEY"] == SECRET
+        assert job.env["AWS_ENDPOINT_URL"] == s3_server.endpoint
+        prefect_server.deploy("-s", "store_credentials=false")
+        assert client.read_deployment_by_name("extract/default").job_variables == {}
 
 
 @pytest.mark.server
