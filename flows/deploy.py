@@ -1,7 +1,8 @@
 """`dflash deploy`: everything that a Prefect server needs to know of this project, set up idempotently.
 
 Blocks, global limits of GPUs, the work pool and its queues, automations, and the deployments of
-`prefect.yaml`. Run it again after any change; nothing is made twice.
+`prefect.yaml`. Run it again after any change: nothing is made twice, and what people set on the server stays unless
+the call names it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Setup(Config):
     gpus: int = Field(default=-1, ge=-1)
     """GPUs of this machine, or of a Kubernetes or ECS job; -1 counts what nvidia-smi lists."""
     gpu_runs: int = Field(default=1, ge=1)
-    """Runs of the gpu queue at a time: one for each machine with GPUs."""
+    """Runs of the gpu queue at a time: one for each machine with GPUs. Left out, the queue's limit stays."""
     pool_type: Literal["process", "kubernetes", "ecs"] = "process"
     """Where the pool starts runs; deployments/<type>.yaml is laid over Prefect's own job template."""
     git: str = ""
@@ -56,12 +57,13 @@ class Setup(Config):
     """Keep the AWS keys of the environment in the server's AwsCredentials block and hand them to workers.
     Off, each worker has its own: an instance role is best. Left out, what stands stays."""
     notify: str = ""
-    """Slug of a notification block, such as slack-webhook/ops, for stalls and failures."""
+    """Slug of a notification block, such as slack-webhook/ops, for stalls and failures. Left out, who is told stays
+    as it is; '""' tells nobody."""
     stall_minutes: float = Field(default=30, gt=0)
-    """Minutes without a committed unit after which a stage counts as stalled."""
+    """Minutes without a committed unit after which a stage counts as stalled. Left out, they stay."""
     start_minutes: float = Field(default=15, gt=0)
     """Minutes from a worker's taking a run to its running, pull of an image included; after that it counts as
-    crashed, because the worker died in between."""
+    crashed, because the worker died in between. Left out, they stay."""
 
 
 def deploy(setup: Setup) -> Iterator[str]:
@@ -92,6 +94,7 @@ def deploy(setup: Setup) -> Iterator[str]:
             stall_minutes=setup.stall_minutes,
             start_minutes=setup.start_minutes,
             notify=notify,
+            given=setup.model_fields_set,
         )
         yield from (f"automation {name!r}" for name in names)
         yield from _deployments(client, setup)
@@ -212,11 +215,14 @@ def _pool(client: Any, setup: Setup) -> Iterator[str]:
     ):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
-            client.update_work_queue(queue.id, description=text, concurrency_limit=limit)
         except ObjectNotFound:
             client.create_work_queue(
                 name, description=text, concurrency_limit=limit, work_pool_name=POOL
             )
+        else:
+            given = name == "gpu" and "gpu_runs" in setup.model_fields_set
+            limit = limit if given else queue.concurrency_limit
+            client.update_work_queue(queue.id, description=text, concurrency_limit=limit)
         yield f"work queue {POOL}/{name}, limit {limit or 'none'}"
 
 

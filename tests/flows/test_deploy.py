@@ -51,6 +51,95 @@ def test_deploying_again_makes_nothing_twice(prefect_server):
         assert {key: before[key] for key in same} == {key: after[key] for key in same}
 
 
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_deploying_again_keeps_what_people_set_on_the_server(prefect_server):
+    from prefect.blocks.notifications import CustomWebhookNotificationBlock
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
+    from prefect.client.schemas.schedules import CronSchedule
+
+    from flows import automations
+
+    hook = CustomWebhookNotificationBlock(name="ops", url="http://127.0.0.1:1/", method="POST")
+    told = hook.save("ops", overwrite=True)
+    by_hand = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 4 1 1 *"), active=False)
+    params = {"params": {"name": "mine", "runtime": {"span_packs": 3}}}
+    variables = {"env": {"TOKEN": "{{ prefect.blocks.secret.absent }}"}}
+
+    def set_by_hand(client, limit, active, notify, minutes):
+        nightly = client.read_deployment_by_name("pipeline/default")
+        (schedule,) = nightly.schedules
+        client.update_deployment_schedule(nightly.id, schedule.id, active=active)
+        for name in ("gpu", "cpu"):
+            queue = client.read_work_queue_by_name(name, work_pool_name="dflash")
+            client.update_work_queue(queue.id, concurrency_limit=limit)
+        automations.ensure(client, stall_minutes=minutes, start_minutes=minutes, notify=notify)
+        (failed,) = client.read_automations_by_name(automations.FAILED)
+        change = client.pause_automation if active else client.resume_automation
+        change(failed.id)
+
+    def standing(client):
+        plan = client.read_deployment_by_name("plan/default")
+        queues = [client.read_work_queue_by_name(one, "dflash") for one in ("gpu", "cpu")]
+        alarms = [
+            client.read_automations_by_name(name)[0]
+            for name in (automations.NEVER_START, automations.STALLED, automations.FAILED)
+        ]
+        return {
+            "nightly": client.read_deployment_by_name("pipeline/default").schedules[0].active,
+            "by hand": [(one.schedule.cron, one.active) for one in plan.schedules],
+            "parameters": plan.parameters,
+            "variables": plan.job_variables,
+            "limit": plan.global_concurrency_limit.limit,
+            "queues": [queue.concurrency_limit for queue in queues],
+            "alarms": [alarm.actions for alarm in alarms],
+            "on": [alarm.enabled for alarm in alarms],
+            "minutes": [alarm.trigger.within.total_seconds() / 60 for alarm in alarms],
+        }
+
+    with get_client(sync_client=True) as client:
+        queue = client.read_work_queue_by_name("gpu", work_pool_name="dflash")
+        own = client.read_deployment_by_name("plan/default")
+        set_by_hand(client, 3, True, told, 45)
+        client.create_deployment_schedules(own.id, [by_hand])
+        client.update_deployment(
+            own.id,
+            DeploymentUpdate(
+                parameters=params,
+                job_variables=variables,
+                concurrency_limit=2,
+                tags=own.tags,
+                description="of an older version",
+                entrypoint="flows/older.py:plan",
+                parameter_openapi_schema={"type": "object", "properties": {}},
+            ),
+        )
+        try:
+            before = standing(client)
+            assert before["nightly"]
+            assert (before["parameters"], before["queues"]) == (params, [3, 3])
+            printed = prefect_server.deploy()
+            assert standing(client) == before
+            assert "work queue dflash/gpu, limit 3" in printed
+            now = client.read_deployment_by_name("plan/default")
+            assert (now.description, now.entrypoint) == (own.description, own.entrypoint)
+            assert now.parameter_openapi_schema == own.parameter_openapi_schema
+
+            prefect_server.deploy("-s", "gpu_runs=2", "-s", "stall_minutes=5", "-s", 'notify=""')
+            after = standing(client)
+            assert after["queues"] == [2, 3]
+            assert after["minutes"][:2] == [45, 5]
+            assert {action.type for alarm in after["alarms"][1:] for action in alarm} == {
+                "do-nothing"
+            }
+        finally:
+            set_by_hand(client, None, False, None, 15)
+            client.update_work_queue(queue.id, concurrency_limit=queue.concurrency_limit)
+            client.delete_deployment(own.id)
+            prefect_server.deploy("-s", "stall_minutes=30")
+
+
 class OneDeployment:
     """A server where every deployment stands already, or none; what it is told lies in `updates` and `made`."""
 
