@@ -48,9 +48,12 @@ class Setup(Config):
     pool_type: Literal["process", "kubernetes", "ecs"] = "process"
     """Where the pool starts runs; deployments/<type>.yaml is laid over Prefect's own job template."""
     git: str = ""
-    """Repository that workers clone; needs `commit`."""
+    """Repository that workers clone; needs `commit`. Without a token in it: see `git_token`."""
     commit: str = ""
     """Commit to clone, 40 hex digits: a branch would change under a running pipeline."""
+    git_token: str = ""
+    """Name of a block of type Secret on the server that holds a token for the repository. Workers look it up when
+    they clone."""
     code: str = ""
     """s3://bucket/folder to which this folder is copied and from which workers take it."""
     store_credentials: bool = False
@@ -83,12 +86,14 @@ def deploy(setup: Setup) -> Iterator[str]:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
+        notify = _block_id(client, setup.notify) if setup.notify else None
+        if setup.git_token:
+            _block_id(client, f"secret/{setup.git_token}")
         yield from _blocks(setup)
         yield from _pool(client, setup)
         yield from _limits(client, setup)
         from flows import automations
 
-        notify = _notification(client, setup.notify) if setup.notify else None
         names = automations.ensure(
             client,
             stall_minutes=setup.stall_minutes,
@@ -106,6 +111,8 @@ def prefect_file(setup: Setup) -> dict[str, Any]:
     body["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": str(HOME)}}]
     if setup.git:
         step = {"repository": setup.git, "commit_sha": setup.commit}
+        if setup.git_token:
+            step["access_token"] = f"{{{{ prefect.blocks.secret.{setup.git_token} }}}}"
         body["pull"] = [{"prefect.deployments.steps.git_clone": step}]
     elif setup.code:
         parts = urlsplit(setup.code)
@@ -141,6 +148,13 @@ def _check(setup: Setup) -> None:
         raise InputError("git and code are two places for the same code; give one")
     if bool(setup.git) != bool(setup.commit):
         raise InputError("git and commit belong together; give both or none")
+    if setup.git_token and not setup.git:
+        raise InputError("git_token is for a repository; give git and commit, too")
+    if urlsplit(setup.git).scheme in ("http", "https") and "@" in urlsplit(setup.git).netloc:
+        raise InputError(
+            "git has a name or token before the '@', which everybody who sees the deployments could read; expected "
+            "https://host/repository: put the token into a block of type Secret and give -s git_token=<its name>"
+        )
     if setup.code and urlsplit(setup.code).scheme != "s3":
         raise InputError(f"code {setup.code!r} is not an s3:// URL")
     if setup.profile == "cluster" and not (setup.git or setup.code):
@@ -264,7 +278,7 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def _notification(client: Any, slug: str) -> Any:
+def _block_id(client: Any, slug: str) -> Any:
     from prefect.exceptions import ObjectNotFound
 
     kind, _, name = slug.partition("/")
@@ -272,7 +286,7 @@ def _notification(client: Any, slug: str) -> Any:
         return client.read_block_document_by_name(name, kind).id
     except ObjectNotFound:
         raise InputError(
-            f"block {slug!r} does not exist; make it under Blocks in the UI, or leave notify away"
+            f"block {slug!r} does not exist; make it under Blocks in the UI, or leave it away"
         ) from None
 
 

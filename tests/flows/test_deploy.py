@@ -14,7 +14,7 @@ import pytest
 
 from dflash_core.errors import InputError
 from flows import deployments
-from flows.deploy import Setup, _job_template, deploy, merged, prefect_file
+from flows.deploy import Setup, _check, _job_template, deploy, merged, prefect_file
 from tests.s3 import KEY, SECRET
 
 
@@ -319,6 +319,9 @@ def test_kubernetes_jobs_have_gpus_and_shared_memory():
 def test_code_comes_from_where_it_is_said():
     git = prefect_file(Setup(git="https://host/repo", commit="a" * 40))
     assert git["pull"][0]["prefect.deployments.steps.git_clone"]["commit_sha"] == "a" * 40
+    private = prefect_file(Setup(git="https://host/repo", commit="a" * 40, git_token="github"))
+    step = private["pull"][0]["prefect.deployments.steps.git_clone"]
+    assert step["access_token"] == "{{ prefect.blocks.secret.github }}"
     bucket = prefect_file(Setup(code="s3://bucket/code/v1"))
     for way in ("push", "pull"):
         ((step, values),) = bucket[way][0].items()
@@ -333,14 +336,22 @@ def test_code_comes_from_where_it_is_said():
         ({"code": "/some/folder"}, "not an s3:// URL"),
         ({"profile": "cluster"}, "need the code"),
         ({"pool_type": "ecs"}, "needs --profile cluster"),
+        ({"git": "https://t0ken@host/repo", "commit": "0" * 40}, "token before the '@'"),
+        ({"git_token": "github"}, "git_token is for a repository"),
         ({"store_credentials": True}, "AWS_ACCESS_KEY_ID is not set"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(setup, words, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
-    with pytest.raises(InputError, match=words):
+    with pytest.raises(InputError, match=words) as refused:
         next(deploy(Setup(**setup)))
+    assert "t0ken" not in str(refused.value)
+
+
+def test_an_account_of_ssh_is_no_token():
+    _check(Setup(git="ssh://git@host/repo", commit="0" * 40))
+    _check(Setup(git="git@host:team/repo", commit="0" * 40))
 
 
 def test_without_a_server_it_says_how_to_get_one(monkeypatch):
