@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import chdir
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -23,6 +23,7 @@ from pydantic import Field
 
 from dflash_core.config import Config
 from dflash_core.errors import InputError
+from flows.params import PipelineParams
 
 HOME = Path(__file__).parents[1]  # the checkout: prefect.yaml, flows/, deployments/
 POOL = "dflash"
@@ -40,7 +41,8 @@ class Setup(Config):
     """laptop: one process, this folder. node: also a limit for each GPU. cluster: code and credentials
     come from the server, several machines work at once."""
     root: str = ""
-    """Bucket or folder whose results block is made now; empty leaves that to the first run."""
+    """Bucket or folder of all data: goes into the parameters of all deployments, and its results block is made
+    now. Left out, deployments keep theirs, and the first run makes the block."""
     gpus: int = Field(default=-1, ge=-1)
     """GPUs of this machine, or of a Kubernetes or ECS job; -1 counts what nvidia-smi lists."""
     gpu_runs: int = Field(default=1, ge=1)
@@ -69,8 +71,11 @@ class Setup(Config):
     crashed, because the worker died in between. Left out, they stay."""
 
 
-def deploy(setup: Setup) -> Iterator[str]:
+def deploy(setup: Setup, pipeline: dict[str, Any] | None = None) -> Iterator[str]:
     """Does it; yields a line for each thing that now stands.
+
+    Args:
+        pipeline: parameters of the pipeline's deployments, over those of `prefect.yaml`; None leaves those that stand.
 
     Raises:
         InputError: no server is named, or the options do not fit each other.
@@ -86,6 +91,8 @@ def deploy(setup: Setup) -> Iterator[str]:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
+        if setup.profile == "cluster":
+            _check_root(setup.root or _root_of(client, pipeline))
         notify = _block_id(client, setup.notify) if setup.notify else None
         if setup.git_token:
             _block_id(client, f"secret/{setup.git_token}")
@@ -102,11 +109,11 @@ def deploy(setup: Setup) -> Iterator[str]:
             given=setup.model_fields_set,
         )
         yield from (f"automation {name!r}" for name in names)
-        yield from _deployments(client, setup)
+        yield from _deployments(client, setup, pipeline)
 
 
-def prefect_file(setup: Setup) -> dict[str, Any]:
-    """`prefect.yaml` with what the profile changes: where code comes from, job variables."""
+def prefect_file(setup: Setup, pipeline: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`prefect.yaml` with what the call changes: where code comes from, job variables, parameters."""
     body = yaml.safe_load((HOME / "prefect.yaml").read_text())
     body["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": str(HOME)}}]
     if setup.git:
@@ -129,6 +136,10 @@ def prefect_file(setup: Setup) -> dict[str, Any]:
             variables |= _gpu_variables(setup)
         if variables:
             pool["job_variables"] = {**pool.get("job_variables", {}), **variables}
+        if "parameters" in deployment:  # others are started by a run, which gives them
+            given = (pipeline or {}) if deployment["entrypoint"].endswith(":pipeline") else {}
+            given = given | ({"root": setup.root} if setup.root else {})
+            deployment["parameters"] = merged(deployment["parameters"], {"params": given})
     return body
 
 
@@ -167,6 +178,24 @@ def _check(setup: Setup) -> None:
         raise InputError(f"-s gpus=N is needed: how many GPUs a {setup.pool_type} job asks for")
     if setup.store_credentials and not os.environ.get("AWS_ACCESS_KEY_ID"):
         raise InputError("AWS_ACCESS_KEY_ID is not set; there are no credentials to store")
+
+
+def _root_of(client: Any, pipeline: dict[str, Any] | None) -> str:
+    """The root that the pipeline's deployments will have, when the call names none for all."""
+    from prefect.exceptions import ObjectNotFound
+
+    if pipeline is None:
+        with suppress(ObjectNotFound):
+            pipeline = client.read_deployment_by_name("pipeline/cluster").parameters.get("params")
+    return (pipeline or {}).get("root", PipelineParams().root)
+
+
+def _check_root(root: str) -> None:
+    if not urlsplit(root).scheme and not Path(root).is_absolute():
+        raise InputError(
+            f"root {root!r} is relative, so each machine of a cluster would have data of its own; expected "
+            "s3://bucket/prefix, or the path of a folder that all machines share: give -s root=..."
+        )
 
 
 def _env(setup: Setup) -> dict[str, str]:
@@ -290,13 +319,19 @@ def _block_id(client: Any, slug: str) -> Any:
         ) from None
 
 
-def _deployments(client: Any, setup: Setup) -> Iterator[str]:
+def _deployments(client: Any, setup: Setup, pipeline: dict[str, Any] | None) -> Iterator[str]:
     from flows import deployments
 
-    body = prefect_file(setup)
+    body = prefect_file(setup, pipeline)
     _push(body.get("push", []), setup)
     off = "store_credentials" in setup.model_fields_set and not setup.store_credentials
-    names = deployments.ensure(client, body, forget=KEYS + PLACES if off else ())
+    names = deployments.ensure(
+        client,
+        body,
+        root=setup.root,
+        anew=() if pipeline is None else ("pipeline",),
+        forget=KEYS + PLACES if off else (),
+    )
     yield from (f"deployment {name}" for name in names)
 
 

@@ -19,7 +19,12 @@ from dflash_core.errors import InputError
 
 
 def ensure(
-    client: SyncPrefectClient, body: dict[str, Any], *, forget: Collection[str] = ()
+    client: SyncPrefectClient,
+    body: dict[str, Any],
+    *,
+    root: str = "",
+    anew: Collection[str] = (),
+    forget: Collection[str] = (),
 ) -> Iterator[str]:
     """Makes the deployments, or brings their code up to date; yields the name of each.
 
@@ -28,6 +33,8 @@ def ensure(
 
     Args:
         body: `prefect.yaml`, rendered.
+        root: the parameter of that name, for deployments that stand too; empty leaves theirs.
+        anew: flows whose deployments get all parameters of `body`, although they stand.
         forget: names in the environment of runs that an earlier call gave and this one takes away.
 
     Raises:
@@ -37,7 +44,7 @@ def ensure(
         flow = _flow(deployment["entrypoint"])
         name = f"{flow.name}/{deployment['name']}"
         try:
-            _ensure(client, flow, name, deployment, body["pull"], forget)
+            _ensure(client, flow, name, deployment, body["pull"], root, anew, forget)
         except PrefectHTTPStatusError as error:
             raise InputError(
                 f"the server refuses deployment {name}: {_detail(error)}; when its parameters "
@@ -52,6 +59,8 @@ def _ensure(
     name: str,
     deployment: dict[str, Any],
     pull: list[dict[str, Any]],
+    root: str,
+    anew: Collection[str],
     forget: Collection[str],
 ) -> None:
     pool = deployment["work_pool"]
@@ -81,6 +90,11 @@ def _ensure(
             **code,
         )
         return
+    if flow.name in anew:
+        code["parameters"] = deployment["parameters"]
+    elif root and "params" in known.parameters:
+        params = known.parameters["params"] | {"root": root}
+        code["parameters"] = known.parameters | {"params": params}
     variables = _over(known.job_variables or {}, variables, forget)
     client.update_deployment(known.id, DeploymentUpdate(job_variables=variables, **code))
 

@@ -14,7 +14,16 @@ import pytest
 
 from dflash_core.errors import InputError
 from flows import deployments
-from flows.deploy import Setup, _check, _job_template, deploy, merged, prefect_file
+from flows.deploy import (
+    Setup,
+    _check,
+    _check_root,
+    _job_template,
+    _root_of,
+    deploy,
+    merged,
+    prefect_file,
+)
 from tests.s3 import KEY, SECRET
 
 
@@ -185,6 +194,89 @@ def test_a_new_deployment_gets_all_that_the_file_says():
     (schedule,) = made["schedules"]
     assert (schedule.schedule.cron, schedule.active) == ("0 2 * * *", False)
     assert made["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"]
+
+
+def test_parameters_of_a_file_reach_the_pipeline_and_the_root_all_deployments():
+    file = {"root": "data", "train": {"num_steps": 7}, "runtime": {"span_packs": 2}}
+    body = prefect_file(Setup(root="s3://bucket/all"), file)
+    by_name = {f"{one['entrypoint']}:{one['name']}": one for one in body["deployments"]}
+    cluster = by_name["flows/pipeline.py:pipeline:cluster"]["parameters"]["params"]
+    assert cluster == {
+        "root": "s3://bucket/all",
+        "train": {"num_steps": 7},
+        "stages_run": "as-deployments",
+        "runtime": {"units_per_run": 256, "span_packs": 2},
+    }
+    gc = by_name["flows/store.py:store_gc:default"]["parameters"]
+    assert gc == {"params": {"root": "s3://bucket/all"}}
+    assert "parameters" not in by_name["flows/extract.py:extract_units:default"]
+
+    params = {"params": {"root": "data", "name": "mine"}, "other": 1}
+    stands = SimpleNamespace(id=uuid4(), job_variables={}, parameters=params)
+    server = OneDeployment(stands)
+    names = list(deployments.ensure(server, body, root="s3://bucket/all", anew=["pipeline"]))
+    updates = dict(zip(names, server.updates, strict=True))
+    assert updates["pipeline/cluster"]["parameters"] == {"params": cluster}
+    mine = {"root": "s3://bucket/all", "name": "mine"}
+    assert updates["train/default"]["parameters"] == {"params": mine, "other": 1}
+
+
+def test_a_relative_root_is_refused_where_machines_do_not_share_it():
+    for root in ("s3://bucket/prefix", "/mnt/shared", "file:///mnt/shared"):
+        _check_root(root)
+    standing = OneDeployment(SimpleNamespace(parameters={"params": {"root": "/mnt/shared"}}))
+    _check_root(_root_of(standing, None))
+    with pytest.raises(InputError, match=r"root 'data' is relative.*expected s3://.*-s root="):
+        _check_root(_root_of(standing, {"name": "a file that names no root"}))
+    with pytest.raises(InputError, match="root 'data' is relative"):
+        _check_root(_root_of(OneDeployment(None), None))
+
+
+@pytest.mark.server
+@pytest.mark.timeout(400)
+def test_a_cluster_gets_a_shared_root_parameters_of_a_file_and_no_token(prefect_server, tmp_path):
+    from prefect.blocks.system import Secret
+    from prefect.client.orchestration import get_client
+    from prefect.utilities.asyncutils import run_coro_as_sync
+    from prefect.utilities.templating import resolve_block_document_references
+
+    from flows.cli import main
+
+    Secret(value="t0ken").save("github", overwrite=True)
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"root: {tmp_path}\nname: mine\ntrain: {{num_steps: 7}}\n")
+    cluster = ["--profile", "cluster", "-s", "git=https://host/repo", "-s", f"commit={'a' * 40}"]
+    with get_client(sync_client=True) as client:
+        before = client.read_deployment_by_name("pipeline/cluster")
+        with pytest.raises(AssertionError, match="root 'data' is relative"):
+            prefect_server.deploy(*cluster)
+        with pytest.raises(AssertionError, match=r"'secret/none'[\s\S]*does not exist"):
+            prefect_server.deploy(*cluster, "-s", "root=/mnt", "-s", "git_token=none")
+        assert client.read_deployment_by_name("pipeline/cluster") == before, "nothing was changed"
+        try:
+            prefect_server.deploy(*cluster, "-s", "git_token=github", "--pipeline", str(file))
+            prefect_server.deploy(*cluster, "-s", "git_token=github")
+            stands = client.read_deployment_by_name("pipeline/cluster")
+            assert stands.parameters == {
+                "params": {
+                    "root": str(tmp_path),
+                    "name": "mine",
+                    "train": {"num_steps": 7},
+                    "stages_run": "as-deployments",
+                    "runtime": {"units_per_run": 256},
+                }
+            }
+            assert "t0ken" not in stands.model_dump_json()
+            pull = run_coro_as_sync(resolve_block_document_references(stands.pull_steps))
+            assert pull[0]["prefect.deployments.steps.git_clone"]["access_token"] == "t0ken"
+        finally:
+            nothing = tmp_path / "nothing.yaml"
+            nothing.write_text("{}\n")
+            prefect_server.deploy("--pipeline", str(nothing))
+        assert client.read_deployment_by_name("pipeline/cluster").parameters == before.parameters
+    file.write_text("trian: {}\n")
+    with pytest.raises(SystemExit):
+        main(["deploy", "--pipeline", str(file)])
 
 
 @pytest.mark.server
