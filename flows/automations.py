@@ -1,10 +1,12 @@
 """What the server does by itself: notices dead and stalled runs, starts crashed ones again, tells people.
 
-Automations are found by name, so setting them up again changes them in place.
+Automations are found by name, so setting them up again changes them in place. What people set on the server stays:
+whether one is on, and what the caller does not name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
@@ -22,6 +24,13 @@ from prefect.client.schemas.objects import StateType
 
 from flows.events import COMMITTED, ENDED, STARTED
 
+NEVER_START = "dflash: runs that never start count as crashed"
+STALLED = "dflash: stalled stages"
+FAILED = "dflash: failed runs"
+CRASHED = "dflash: crashed runs"
+UNTAKEN = "dflash: crashed runs that nobody takes"
+ASKING = "dflash: runs that wait for approval"
+TELLING = (STALLED, FAILED, CRASHED, UNTAKEN, ASKING)  # they tell people; the others act
 HEARTBEATS_MISSED_S = 90  # three of the 30 s that `flows.SETTINGS` asks for
 RUN = (
     "{{ flow_run.name }} of {{ flow.name }}: {{ flow_run.state.name }} {{ flow_run.state.message }}"
@@ -34,6 +43,7 @@ def ensure(
     stall_minutes: float,
     start_minutes: float,
     notify: UUID | None,
+    given: Collection[str] = ("stall_minutes", "start_minutes", "notify"),
 ) -> list[str]:
     """Creates the automations or brings them up to date. Returns their names.
 
@@ -41,16 +51,31 @@ def ensure(
         stall_minutes: time without a committed unit after which a running stage counts as stalled.
         start_minutes: time a worker has from taking a run until it runs.
         notify: id of a notification block; without one, stalls and failures show in the UI only.
+        given: which of these three also hold for automations that stand; for the others they are defaults.
     """
-    names = []
+    names = [automation.name for automation in _automations(stall_minutes, start_minutes, notify)]
+    known = {name: found[0] for name in names if (found := client.read_automations_by_name(name))}
+    if "stall_minutes" not in given:
+        stall_minutes = _minutes(known.get(STALLED), stall_minutes)
+    if "start_minutes" not in given:
+        start_minutes = _minutes(known.get(NEVER_START), start_minutes)
     for automation in _automations(stall_minutes, start_minutes, notify):
-        known = client.read_automations_by_name(automation.name)
-        if known:
-            client.update_automation(known[0].id, automation)
-        else:
+        stands = known.get(automation.name)
+        if stands is None:
             client.create_automation(automation)
-        names.append(automation.name)
+            continue
+        kept: dict[str, Any] = {"enabled": stands.enabled}
+        if automation.name in TELLING and "notify" not in given:
+            kept["actions"] = stands.actions
+        client.update_automation(stands.id, automation.model_copy(update=kept))
     return names
+
+
+def _minutes(stands: AutomationCore | None, default: float) -> float:
+    """How long the automation waits on the server."""
+    if stands is None or not isinstance(stands.trigger, EventTrigger):
+        return default
+    return stands.trigger.within / timedelta(minutes=1)
 
 
 def _automations(
@@ -65,14 +90,14 @@ def _automations(
             action=_crashed("no heartbeat: process or machine is gone"),
         ),
         _silence(
-            "dflash: runs that never start count as crashed",
+            NEVER_START,
             f"A worker took the run and died before it ran; {start_minutes:g} minutes tell.",
             after={"prefect.flow-run.Pending", "prefect.flow-run.Submitting"},
             within=timedelta(minutes=start_minutes),
             action=_crashed("a worker took it, but it never started"),
         ),
         _silence(
-            "dflash: crashed runs that nobody takes",
+            UNTAKEN,
             f"No worker took the run again for {start_minutes:g} minutes: its machine may have been the only one.",
             after={"prefect.flow-run.AwaitingRetry"},
             within=timedelta(minutes=start_minutes),
@@ -95,11 +120,10 @@ def _automations(
                     name="AwaitingRetry",
                     message="continues from its commit records",
                 ),
-                _tell(notify, "DFlash: run crashed and starts again", RUN),
             ],
         ),
         AutomationCore(
-            name="dflash: stalled stages",
+            name=STALLED,
             description=f"A stage that runs committed nothing for {stall_minutes:g} minutes.",
             trigger=EventTrigger(
                 after={STARTED, COMMITTED},
@@ -114,18 +138,25 @@ def _automations(
                 _tell(
                     notify,
                     "DFlash: no progress",
-                    f"the stage of flow run {{{{ flow_run.name }}}} committed nothing for {stall_minutes:g} minutes",
+                    # Not the minutes themselves: this text may stay when they change.
+                    "{{ flow_run.name }}: {{ automation.description }}",
                 )
             ],
         ),
         _news(
-            "dflash: failed runs",
+            FAILED,
             "A run failed for good: its input is bad, or retries did not help.",
             {"prefect.flow-run.Failed", "prefect.flow-run.TimedOut"},
             _tell(notify, "DFlash: run failed", RUN),
         ),
         _news(
-            "dflash: runs that wait for approval",
+            CRASHED,
+            "The process or the machine of a run is gone; it starts again by itself.",
+            {"prefect.flow-run.Crashed"},
+            _tell(notify, "DFlash: run crashed", RUN),
+        ),
+        _news(
+            ASKING,
             "A run costs more than its budget allows without asking.",
             {"prefect.flow-run.Paused"},
             _tell(notify, "DFlash: run waits for approval", RUN),

@@ -252,6 +252,10 @@ def plan(
 def deploy(
     profile: Annotated[str, typer.Option(help="laptop, node or cluster.")] = "laptop",
     overrides: Overrides = [],  # noqa: B006 - typer copies it
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(help="YAML file with parameters of the pipeline's deployments, as for `run`."),
+    ] = None,
     parameters: ShowParameters = False,
 ) -> None:
     """Sets up the server of PREFECT_API_URL: blocks, limits, queues, automations, deployments."""
@@ -260,7 +264,12 @@ def deploy(
     if parameters:
         console.print(parameter_table(Setup))
         return
-    for line in deploy(load_params(Setup, None, [given("profile", profile), *overrides])):
+    setup = load_params(Setup, None, [given("profile", profile), *overrides])
+    params = None
+    if pipeline is not None:
+        params = load_params(models.PipelineParams, pipeline, [])
+        params = params.model_dump(mode="json", exclude_unset=True)
+    for line in deploy(setup, params):
         console.print(line, highlight=False, soft_wrap=True)
 
 

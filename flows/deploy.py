@@ -1,18 +1,19 @@
 """`dflash deploy`: everything that a Prefect server needs to know of this project, set up idempotently.
 
 Blocks, global limits of GPUs, the work pool and its queues, automations, and the deployments of
-`prefect.yaml`. Run it again after any change; nothing is made twice.
+`prefect.yaml`. Run it again after any change: nothing is made twice, and what people set on the server stays unless
+the call names it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from pydantic import Field
 
 from dflash_core.config import Config
 from dflash_core.errors import InputError
+from flows.params import PipelineParams
 
 HOME = Path(__file__).parents[1]  # the checkout: prefect.yaml, flows/, deployments/
 POOL = "dflash"
@@ -39,33 +41,41 @@ class Setup(Config):
     """laptop: one process, this folder. node: also a limit for each GPU. cluster: code and credentials
     come from the server, several machines work at once."""
     root: str = ""
-    """Bucket or folder whose results block is made now; empty leaves that to the first run."""
+    """Bucket or folder of all data: goes into the parameters of all deployments, and its results block is made
+    now. Left out, deployments keep theirs, and the first run makes the block."""
     gpus: int = Field(default=-1, ge=-1)
     """GPUs of this machine, or of a Kubernetes or ECS job; -1 counts what nvidia-smi lists."""
     gpu_runs: int = Field(default=1, ge=1)
-    """Runs of the gpu queue at a time: one for each machine with GPUs."""
+    """Runs of the gpu queue at a time: one for each machine with GPUs. Left out, the queue's limit stays."""
     pool_type: Literal["process", "kubernetes", "ecs"] = "process"
     """Where the pool starts runs; deployments/<type>.yaml is laid over Prefect's own job template."""
     git: str = ""
-    """Repository that workers clone; needs `commit`."""
+    """Repository that workers clone; needs `commit`. Without a token in it: see `git_token`."""
     commit: str = ""
     """Commit to clone, 40 hex digits: a branch would change under a running pipeline."""
+    git_token: str = ""
+    """Name of a block of type Secret on the server that holds a token for the repository. Workers look it up when
+    they clone."""
     code: str = ""
     """s3://bucket/folder to which this folder is copied and from which workers take it."""
     store_credentials: bool = False
     """Keep the AWS keys of the environment in the server's AwsCredentials block and hand them to workers.
-    Off, each worker has its own: an instance role is best."""
+    Off, each worker has its own: an instance role is best. Left out, what stands stays."""
     notify: str = ""
-    """Slug of a notification block, such as slack-webhook/ops, for stalls and failures."""
+    """Slug of a notification block, such as slack-webhook/ops, for stalls and failures. Left out, who is told stays
+    as it is; '""' tells nobody."""
     stall_minutes: float = Field(default=30, gt=0)
-    """Minutes without a committed unit after which a stage counts as stalled."""
+    """Minutes without a committed unit after which a stage counts as stalled. Left out, they stay."""
     start_minutes: float = Field(default=15, gt=0)
     """Minutes from a worker's taking a run to its running, pull of an image included; after that it counts as
-    crashed, because the worker died in between."""
+    crashed, because the worker died in between. Left out, they stay."""
 
 
-def deploy(setup: Setup) -> Iterator[str]:
+def deploy(setup: Setup, pipeline: dict[str, Any] | None = None) -> Iterator[str]:
     """Does it; yields a line for each thing that now stands.
+
+    Args:
+        pipeline: parameters of the pipeline's deployments, over those of `prefect.yaml`; None leaves those that stand.
 
     Raises:
         InputError: no server is named, or the options do not fit each other.
@@ -81,27 +91,35 @@ def deploy(setup: Setup) -> Iterator[str]:
     from prefect.client.orchestration import get_client
 
     with get_client(sync_client=True) as client:
+        if setup.profile == "cluster":
+            _check_root(setup.root or _root_of(client, pipeline))
+        notify = _block_id(client, setup.notify) if setup.notify else None
+        if setup.git_token:
+            _block_id(client, f"secret/{setup.git_token}")
         yield from _blocks(setup)
         yield from _pool(client, setup)
         yield from _limits(client, setup)
         from flows import automations
 
-        notify = _notification(client, setup.notify) if setup.notify else None
         names = automations.ensure(
             client,
             stall_minutes=setup.stall_minutes,
             start_minutes=setup.start_minutes,
             notify=notify,
+            given=setup.model_fields_set,
         )
         yield from (f"automation {name!r}" for name in names)
-    yield from _deployments(setup)
+        yield from _deployments(client, setup, pipeline)
 
 
-def prefect_file(setup: Setup) -> dict[str, Any]:
-    """`prefect.yaml` with what the profile changes: where code comes from, job variables."""
+def prefect_file(setup: Setup, pipeline: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`prefect.yaml` with what the call changes: where code comes from, job variables, parameters."""
     body = yaml.safe_load((HOME / "prefect.yaml").read_text())
+    body["pull"] = [{"prefect.deployments.steps.set_working_directory": {"directory": str(HOME)}}]
     if setup.git:
         step = {"repository": setup.git, "commit_sha": setup.commit}
+        if setup.git_token:
+            step["access_token"] = f"{{{{ prefect.blocks.secret.{setup.git_token} }}}}"
         body["pull"] = [{"prefect.deployments.steps.git_clone": step}]
     elif setup.code:
         parts = urlsplit(setup.code)
@@ -118,6 +136,10 @@ def prefect_file(setup: Setup) -> dict[str, Any]:
             variables |= _gpu_variables(setup)
         if variables:
             pool["job_variables"] = {**pool.get("job_variables", {}), **variables}
+        if "parameters" in deployment:  # others are started by a run, which gives them
+            given = (pipeline or {}) if deployment["entrypoint"].endswith(":pipeline") else {}
+            given = given | ({"root": setup.root} if setup.root else {})
+            deployment["parameters"] = merged(deployment["parameters"], {"params": given})
     return body
 
 
@@ -137,6 +159,13 @@ def _check(setup: Setup) -> None:
         raise InputError("git and code are two places for the same code; give one")
     if bool(setup.git) != bool(setup.commit):
         raise InputError("git and commit belong together; give both or none")
+    if setup.git_token and not setup.git:
+        raise InputError("git_token is for a repository; give git and commit, too")
+    if urlsplit(setup.git).scheme in ("http", "https") and "@" in urlsplit(setup.git).netloc:
+        raise InputError(
+            "git has a name or token before the '@', which everybody who sees the deployments could read; expected "
+            "https://host/repository: put the token into a block of type Secret and give -s git_token=<its name>"
+        )
     if setup.code and urlsplit(setup.code).scheme != "s3":
         raise InputError(f"code {setup.code!r} is not an s3:// URL")
     if setup.profile == "cluster" and not (setup.git or setup.code):
@@ -149,6 +178,24 @@ def _check(setup: Setup) -> None:
         raise InputError(f"-s gpus=N is needed: how many GPUs a {setup.pool_type} job asks for")
     if setup.store_credentials and not os.environ.get("AWS_ACCESS_KEY_ID"):
         raise InputError("AWS_ACCESS_KEY_ID is not set; there are no credentials to store")
+
+
+def _root_of(client: Any, pipeline: dict[str, Any] | None) -> str:
+    """The root that the pipeline's deployments will have, when the call names none for all."""
+    from prefect.exceptions import ObjectNotFound
+
+    if pipeline is None:
+        with suppress(ObjectNotFound):
+            pipeline = client.read_deployment_by_name("pipeline/cluster").parameters.get("params")
+    return (pipeline or {}).get("root", PipelineParams().root)
+
+
+def _check_root(root: str) -> None:
+    if not urlsplit(root).scheme and not Path(root).is_absolute():
+        raise InputError(
+            f"root {root!r} is relative, so each machine of a cluster would have data of its own; expected "
+            "s3://bucket/prefix, or the path of a folder that all machines share: give -s root=..."
+        )
 
 
 def _env(setup: Setup) -> dict[str, str]:
@@ -211,11 +258,14 @@ def _pool(client: Any, setup: Setup) -> Iterator[str]:
     ):
         try:
             queue = client.read_work_queue_by_name(name, work_pool_name=POOL)
-            client.update_work_queue(queue.id, description=text, concurrency_limit=limit)
         except ObjectNotFound:
             client.create_work_queue(
                 name, description=text, concurrency_limit=limit, work_pool_name=POOL
             )
+        else:
+            given = name == "gpu" and "gpu_runs" in setup.model_fields_set
+            limit = limit if given else queue.concurrency_limit
+            client.update_work_queue(queue.id, description=text, concurrency_limit=limit)
         yield f"work queue {POOL}/{name}, limit {limit or 'none'}"
 
 
@@ -257,7 +307,7 @@ def _count_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def _notification(client: Any, slug: str) -> Any:
+def _block_id(client: Any, slug: str) -> Any:
     from prefect.exceptions import ObjectNotFound
 
     kind, _, name = slug.partition("/")
@@ -265,34 +315,34 @@ def _notification(client: Any, slug: str) -> Any:
         return client.read_block_document_by_name(name, kind).id
     except ObjectNotFound:
         raise InputError(
-            f"block {slug!r} does not exist; make it under Blocks in the UI, or leave notify away"
+            f"block {slug!r} does not exist; make it under Blocks in the UI, or leave it away"
         ) from None
 
 
-def _deployments(setup: Setup) -> Iterator[str]:
-    """Hands the rendered file to `prefect deploy --all`, which creates or updates by name."""
-    body = prefect_file(setup)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "prefect.yaml"
-        file.write_text(yaml.safe_dump(body, sort_keys=False))
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "prefect",
-                "--no-prompt",
-                "deploy",
-                "--all",
-                f"--prefect-file={file}",
-            ],
-            cwd=HOME,
-            env=os.environ | {"DFLASH_HOME": str(HOME)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        raise InputError(f"prefect deploy failed: {(done.stderr or done.stdout).strip()[-2000:]}")
-    for deployment in body["deployments"]:
-        flow = deployment["entrypoint"].rpartition(":")[2]
-        yield f"deployment {flow}/{deployment['name']}"
+def _deployments(client: Any, setup: Setup, pipeline: dict[str, Any] | None) -> Iterator[str]:
+    from flows import deployments
+
+    body = prefect_file(setup, pipeline)
+    _push(body.get("push", []), setup)
+    off = "store_credentials" in setup.model_fields_set and not setup.store_credentials
+    names = deployments.ensure(
+        client,
+        body,
+        root=setup.root,
+        anew=() if pipeline is None else ("pipeline",),
+        forget=KEYS + PLACES if off else (),
+    )
+    yield from (f"deployment {name}" for name in names)
+
+
+def _push(steps: list[dict[str, Any]], setup: Setup) -> None:
+    """Copies the code to where workers take it from."""
+    from prefect.deployments.steps.core import StepExecutionError, run_steps
+
+    try:
+        with chdir(HOME):
+            asyncio.run(run_steps(steps, print_function=lambda *_, **__: None))
+    except StepExecutionError as error:
+        raise InputError(
+            f"the code cannot be copied to {setup.code}: {error.__cause__ or error}"
+        ) from error

@@ -18,6 +18,7 @@ from threading import Thread
 import pytest
 
 from dflash_core.errors import InputError
+from flows import automations
 from flows.params import StageParams
 from tests.prefect_server import PrefectServer
 
@@ -43,6 +44,47 @@ def inbox():
     server.shutdown()
 
 
+class Automations:
+    """A server's automations, by name."""
+
+    def __init__(self):
+        self.standing = {}
+
+    def read_automations_by_name(self, name):
+        return [self.standing[name]] if name in self.standing else []
+
+    def create_automation(self, core):
+        from prefect.events.schemas.automations import Automation
+
+        self.standing[core.name] = Automation(id=uuid.uuid4(), **core.model_dump())
+
+    def update_automation(self, _, core):
+        self.create_automation(core)
+
+
+def test_what_is_not_given_stays_as_it_is_on_the_server():
+    server, block = Automations(), uuid.uuid4()
+    automations.ensure(server, stall_minutes=7, start_minutes=8, notify=block, given=())
+    dead = next(iter(server.standing.values()))
+    dead.enabled = False
+    automations.ensure(server, stall_minutes=30, start_minutes=15, notify=None, given=())
+    stalled, never = (
+        server.standing[name] for name in (automations.STALLED, automations.NEVER_START)
+    )
+    assert stalled.actions[0].block_document_id == block
+    assert [one.trigger.within.total_seconds() for one in (stalled, never)] == [420, 480]
+    assert "7 minutes" in stalled.description
+    assert not server.standing[dead.name].enabled
+    automations.ensure(
+        server, stall_minutes=30, start_minutes=15, notify=None, given=["notify", "stall_minutes"]
+    )
+    stalled, never = (
+        server.standing[name] for name in (automations.STALLED, automations.NEVER_START)
+    )
+    assert stalled.actions[0].type == "do-nothing"
+    assert [one.trigger.within.total_seconds() for one in (stalled, never)] == [1800, 480]
+
+
 @pytest.mark.server
 @pytest.mark.slow
 @pytest.mark.timeout(400)
@@ -51,7 +93,7 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path, monkeypat
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
     from prefect.client.orchestration import get_client
 
-    from flows import automations, events
+    from flows import events
     from flows._common import progress_on_page, stage_flow
 
     monkeypatch.setattr(events, "EVERY_S", 0.0)
@@ -90,7 +132,8 @@ def test_stalls_and_failures_are_told(prefect_server, inbox, tmp_path, monkeypat
     failed = [text for text in texts if "run failed" in text]
     assert len(failed) == 1
     assert "rows.jsonl has no column 'messages'" in failed[0]
-    assert [text for text in texts if "no progress" in text], texts
+    (told,) = [text for text in texts if "no progress" in text]
+    assert "committed nothing for 0.25 minutes" in told
     assert not [text for text in texts if "ends-demo" in text], "it has told that it ended"
     assert len(texts) == 2, "the stage that commits is left alone"
 

@@ -1,4 +1,4 @@
-"""prefect.yaml as `prefect deploy` and the form in the UI will read it."""
+"""prefect.yaml as `dflash deploy` and the form in the UI will read it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import getpass
+import os
 import subprocess
 from pathlib import Path
 
@@ -30,6 +32,91 @@ def test_check_reports_what_is_missing_and_changes_nothing(tmp_path):
     assert done.stdout.strip().endswith("not ready: see the lines marked MISSING")
     assert done.stderr == ""
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["provision.sh"]
+
+
+FAKES = {
+    # Knows what uv has installed; everything else that it is asked works.
+    ".venv/bin/python": """case "$*" in
+  *"import sys, torch"*) grep -q "torch-backend" "$LOG" ;;
+  *flash-linear*) grep -q "\\[gpu" "$LOG" ;;
+  *"import dflash_core"*) grep -q "curate" "$LOG" ;;
+esac""",
+    ".venv/bin/uv": '[ "$1" = --version ] || echo "$@" >>"$LOG"',
+    "bin/sudo": 'shift; exec "$@"',
+    "bin/nvidia-smi": "exit 1",
+}
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Runs a copy of the script, for which /etc is a folder of the test and uv installs nothing."""
+    script = tmp_path / "deployments" / "provision.sh"
+    script.parent.mkdir()
+    etc = tmp_path / "etc" / "systemd" / "system"
+    etc.mkdir(parents=True)
+    text = SCRIPT.read_text().replace("=/etc/", f"={tmp_path}/etc/")
+    # As on a machine without systemd, so that no unit is started where there is one.
+    script.write_text(text.replace("/run/systemd/system", f"{tmp_path}/none"))
+    for name, body in FAKES.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"#!/bin/sh\n{body}\n")
+        file.chmod(0o755)
+    log = tmp_path / "installed.txt"
+    log.touch()
+
+    def run(*options):
+        return subprocess.run(
+            ["bash", script, *options],
+            env=os.environ | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "LOG": str(log)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    run.folder, run.log = tmp_path, log
+    return run
+
+
+def test_a_cpu_worker_needs_no_gpu_and_gets_no_triton(machine):
+    me = getpass.getuser()
+    done = machine("--queue", "cpu", "--server", "http://server/api", "--user", me)
+    assert done.stderr == ""
+    lines = [line for line in done.stdout.splitlines() if line.startswith("MISSING")]
+    assert len(lines) == 1, done.stdout
+    assert "systemd does not run here" in lines[0], "all but that was set up"
+    torch, project = machine.log.read_text().splitlines()
+    assert "--torch-backend=cpu torch" in torch
+    assert "-e .[curate] " in project
+    assert "flash-linear-attention" not in done.stdout
+    unit = (machine.folder / "etc/systemd/system/dflash-worker.service").read_text()
+    assert f"\nUser={me}\n" in unit
+    assert unit.count("worker --queue cpu") == 1
+    again = machine("--queue", "cpu", "--user", me)
+    assert "did" not in again.stdout, "running it again changes nothing"
+
+
+def test_a_gpu_worker_needs_a_gpu(machine):
+    done = machine("--server", "http://server/api")
+    assert done.returncode == 1
+    assert "MISSING  NVIDIA driver" in done.stdout
+    assert machine.log.read_text() == ""
+
+
+def test_a_missing_server_is_said_before_anything_is_installed(machine):
+    done = machine("--queue", "cpu")
+    assert done.returncode == 1
+    assert done.stderr.startswith("--server is needed")
+    assert machine.log.read_text() == ""
+    assert machine("--queue", "tpu").stderr == "--queue tpu: expected gpu or cpu\n"
+
+
+def test_workers_do_not_run_as_root_unless_told(machine):
+    owner = machine.folder.owner()
+    found = machine("--check", "--queue", "cpu").stdout
+    assert f" account {'dflash' if owner == 'root' else owner} of the worker" in found
+    assert "account root of the worker" in machine("--check", "--user", "root").stdout
 
 
 def test_an_unknown_option_prints_the_usage():
