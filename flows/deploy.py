@@ -320,12 +320,12 @@ def _block_id(client: Any, slug: str) -> Any:
 
 
 def _deployments(client: Any, setup: Setup, pipeline: dict[str, Any] | None) -> Iterator[str]:
-    from flows import deployments
+    from flows import server_deployments
 
     body = prefect_file(setup, pipeline)
     _push(body.get("push", []), setup)
     off = "store_credentials" in setup.model_fields_set and not setup.store_credentials
-    names = deployments.ensure(
+    names = server_deployments.ensure(
         client,
         body,
         root=setup.root,

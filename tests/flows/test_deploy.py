@@ -13,7 +13,7 @@ from uuid import uuid4
 import pytest
 
 from dflash_core.errors import InputError
-from flows import deployments
+from flows import server_deployments
 from flows.deploy import (
     Setup,
     _check,
@@ -176,7 +176,7 @@ def test_names_are_those_of_the_server_and_an_update_holds_code_only():
     env = {"AWS_REGION": "eu", "HF_HOME": "/models"}
     server = OneDeployment(SimpleNamespace(id=uuid4(), job_variables={"env": env, "cpu": 4}))
     body = prefect_file(Setup())
-    names = list(deployments.ensure(server, body, forget=["AWS_REGION"]))
+    names = list(server_deployments.ensure(server, body, forget=["AWS_REGION"]))
     assert {"store-verify/default", "extract_units/default", "pipeline/cluster"} <= set(names)
     for update in server.updates:
         assert not update.keys() & {"parameters", "schedules", "concurrency_limit", "paused"}
@@ -185,7 +185,7 @@ def test_names_are_those_of_the_server_and_an_update_holds_code_only():
 
 def test_a_new_deployment_gets_all_that_the_file_says():
     server = OneDeployment(None)
-    names = list(deployments.ensure(server, prefect_file(Setup())))
+    names = list(server_deployments.ensure(server, prefect_file(Setup())))
     assert names == [f"{one['flow']}/{one['name']}" for one in server.made]
     made = next(one for one in server.made if (one["flow"], one["name"]) == ("pipeline", "cluster"))
     assert made["parameters"]["params"]["stages_run"] == "as-deployments"
@@ -214,7 +214,7 @@ def test_parameters_of_a_file_reach_the_pipeline_and_the_root_all_deployments():
     params = {"params": {"root": "data", "name": "mine"}, "other": 1}
     stands = SimpleNamespace(id=uuid4(), job_variables={}, parameters=params)
     server = OneDeployment(stands)
-    names = list(deployments.ensure(server, body, root="s3://bucket/all", anew=["pipeline"]))
+    names = list(server_deployments.ensure(server, body, root="s3://bucket/all", anew=["pipeline"]))
     updates = dict(zip(names, server.updates, strict=True))
     assert updates["pipeline/cluster"]["parameters"] == {"params": cluster}
     mine = {"root": "s3://bucket/all", "name": "mine"}
