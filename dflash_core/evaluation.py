@@ -87,12 +87,7 @@ def plan(
         "target_dtype": target.dtype,
     }
     identify(target, require_template=True)
-    labels = [prompt_set.label for prompt_set in config.prompt_sets]
-    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-        raise InputError(
-            f"several prompt sets are called {', '.join(repeated)}, so they would be reported as one; give each a "
-            "name"
-        )
+    prompt_sets.require_names(config.prompt_sets)
     for prompt_set in config.prompt_sets:
         if prompt_set.set != prompt_sets.HELD_OUT:
             inputs[f"prompts {prompt_set.label}"] = prompt_sets.identity(prompt_set)

@@ -254,7 +254,9 @@ class Dataset:
         try:
             mark = json.loads(self.storage.get(_EMPTIED))
         except FileNotFoundError:
-            return bool(for_run)
+            return bool(for_run) or self.storage.exists(
+                "_emptying"
+            )  # the mark's name in older versions
         return not mark["done"] or (bool(for_run) and mark["for_run"] != for_run)
 
     def require_stage(self, stage: str) -> Dataset:

@@ -79,11 +79,6 @@ class DrafterShape:
             raise InputError(
                 f"attention {self.attention!r} is not known; use one of {', '.join(_LAYER_TYPES)}"
             )
-        if self.attention == "mixed" and self.num_hidden_layers < 2:
-            raise InputError(
-                f"attention 'mixed' needs a sliding layer before the full last one, and num_hidden_layers is "
-                f"{self.num_hidden_layers}; give it 2 or more, or use full-bidir"
-            )
         if self.layout not in _FIRST_SLOTS:
             raise InputError(
                 f"layout {self.layout!r} is not known; use one of {', '.join(_FIRST_SLOTS)}"
@@ -153,6 +148,11 @@ def resolve_shape(
     Raises:
         InputError: the values cannot go together, or the target has no value to take.
     """
+    if config.attention == "mixed" and config.num_hidden_layers < 2:
+        raise InputError(
+            f"attention 'mixed' needs a sliding layer before the full last one, and num_hidden_layers is "
+            f"{config.num_hidden_layers}; give it 2 or more, or use full-bidir"
+        )
     hidden_size = _target_value(target_text_config, "hidden_size")
     heads = _from_target(config.num_attention_heads, target_text_config, "num_attention_heads")
     default_head_dim = min(_WIDEST_DEFAULT_HEAD, hidden_size // heads)

@@ -260,6 +260,7 @@ class ServedAnswerer:
             reply = await self._request(server, "GET", "/models", timeout_s=_LIST_S)
         except _Failed as error:
             raise _Failed(str(error), to_blame=False, retry_after_s=error.retry_after_s) from error
+        self._has_answered(server)
         listed = [model for model in reply.get("data") or [] if isinstance(model, dict)]
         server.model, server.engine = _served_model(server, listed, self._endpoints.model)
 
@@ -277,10 +278,15 @@ class ServedAnswerer:
         finally:
             server.asked -= 1
         if not isinstance(reply.get("choices"), list) or not reply["choices"]:
-            raise _Failed(f"{server.url} sent no choices")
+            raise self._failure(server, "sent no choices", to_blame=True)
         if (finish := reply["choices"][0].get("finish_reason")) not in _FINISHED:
-            raise _Failed(f"{server.url} ended an answer with {finish}")
+            raise self._failure(server, f"ended an answer with {finish}", to_blame=True)
+        self._has_answered(server)
         return reply
+
+    def _has_answered(self, server: _Server) -> None:
+        self._last_answer = time.monotonic()
+        server.failures, server.rests_until = 0, 0.0
 
     def _choose(self, conversation: str) -> _Server:
         """The server that has the conversation's beginning in its cache, unless it rests or is full."""
@@ -336,9 +342,8 @@ class ServedAnswerer:
                 f"{server.url}{path} answers {status}: {_error_text(response)}; check endpoints.urls and "
                 "endpoints.model"
             )
-        self._last_answer = time.monotonic()
-        server.failures, server.rests_until = 0, 0.0
         if status != 200 or not isinstance(reply, dict):
+            self._has_answered(server)
             raise _Refused(f"{status}: {_error_text(response)}")
         return reply
 

@@ -62,7 +62,9 @@ def plan(
     inputs = {"evaluation": measured.require_stage(evaluation.STAGE).fingerprint}
     run = measured.request["inputs"]["run"]
     for folder in measured.root.child("runs").folders():
-        if folder.endswith(f"-{run}"):
+        # Runs of one request may have several names, and not all of them be finished.
+        finished = f"runs/{folder}/manifest.json"
+        if folder.endswith(f"-{run}") and measured.root.exists(finished):
             trained = Dataset.open(measured.root, f"runs/{folder}")
             evaluation.require_target(trained, target, "give the target of the evaluation")
     return Dataset.create(root, STAGE, name, version=VERSION, config=config, inputs=inputs)

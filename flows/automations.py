@@ -59,6 +59,9 @@ def ensure(
         stall_minutes = _minutes(known.get(STALLED), stall_minutes)
     if "start_minutes" not in given:
         start_minutes = _minutes(known.get(NEVER_START), start_minutes)
+    told = {name: block for name, found in known.items() if (block := _whom(found))}
+    if "notify" not in given and told:
+        notify = next(iter(told.values()))  # also of alarms that are new
     for automation in _automations(stall_minutes, start_minutes, notify):
         stands = known.get(automation.name)
         if stands is None:
@@ -66,9 +69,19 @@ def ensure(
             continue
         kept: dict[str, Any] = {"enabled": stands.enabled}
         if automation.name in TELLING and "notify" not in given:
+            block = told.get(automation.name)
             kept["actions"] = stands.actions
+            if block and len(stands.actions) == 1:  # whom it tells stays, what it says is ours
+                ours = automation.actions[0].model_copy(update={"block_document_id": block})
+                kept["actions"] = [ours]
         client.update_automation(stands.id, automation.model_copy(update=kept))
     return names
+
+
+def _whom(stands: AutomationCore) -> UUID | None:
+    """The notification block of an automation that tells people."""
+    action = stands.actions[0] if stands.actions else None
+    return action.block_document_id if isinstance(action, SendNotification) else None
 
 
 def _minutes(stands: AutomationCore | None, default: float) -> float:

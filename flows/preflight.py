@@ -53,9 +53,10 @@ def check(params: StageParams, *, patient: bool = False) -> None:
 
 
 def _check_prompt_sets(config: EvaluateConfig) -> None:
-    """Every prompt set is known and can be found: found out here, not after training."""
+    """Every prompt set has a name of its own and can be found: found out here, not after training."""
     from dflash_core import prompt_sets
 
+    prompt_sets.require_names(config.prompt_sets)
     for prompt_set in config.prompt_sets:
         if prompt_set.set != prompt_sets.HELD_OUT:
             prompt_sets.identity(prompt_set)

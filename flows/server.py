@@ -27,13 +27,20 @@ def is_away(error: Exception) -> bool:
 
 
 def patiently(call: Callable, *args: Any, **kwargs: Any) -> Any:
-    """`call(...)`, tried until the server answers or `PATIENCE_S` have passed."""
-    deadline = time.monotonic() + PATIENCE_S
+    """`call(...)`, tried until the server answers or has been away for `PATIENCE_S`.
+
+    A call may last for hours, as one that waits for a GPU, and find the server away then.
+    """
+    away_since: float | None = None
     while True:
+        asked = time.monotonic()
         try:
             return call(*args, **kwargs)
         except (httpx.HTTPError, ConcurrencySlotAcquisitionError) as error:
-            if not is_away(error) or time.monotonic() > deadline:
+            now = time.monotonic()
+            if away_since is None or now - asked > PATIENCE_S:
+                away_since = now
+            if not is_away(error) or now - away_since > PATIENCE_S:
                 raise
             get_run_logger().warning("the Prefect server is away: %s", error)
         time.sleep(PAUSE_S)

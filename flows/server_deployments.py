@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate, DeploymentUpdate
 from prefect.client.schemas.objects import ConcurrencyOptions
 from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from pydantic import BaseModel
 
 from dflash_core.errors import InputError
+from flows.deploy import merged
 
 
 def ensure(
@@ -90,13 +92,37 @@ def _ensure(
             **code,
         )
         return
+    standing = _that_are_known(flow, known.parameters)
+    if (
+        standing != known.parameters
+    ):  # those of an older version: what has another name now is as shipped
+        standing = merged(deployment.get("parameters", {}), standing)
     if flow.name in anew:
-        code["parameters"] = deployment["parameters"]
-    elif root and "params" in known.parameters:
-        params = known.parameters["params"] | {"root": root}
-        code["parameters"] = known.parameters | {"params": params}
+        standing = deployment["parameters"]
+    elif root and "params" in standing:
+        standing = standing | {"params": standing["params"] | {"root": root}}
+    if standing != known.parameters:
+        code["parameters"] = standing
     variables = _over(known.job_variables or {}, variables, forget)
     client.update_deployment(known.id, DeploymentUpdate(job_variables=variables, **code))
+
+
+def _that_are_known(flow: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters without those that a flow has no more; the server would refuse all of them."""
+
+    def pruned(values: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+        known = {}
+        for name, value in values.items():
+            if field := model.model_fields.get(name):
+                inner = field.annotation
+                nested = isinstance(inner, type) and issubclass(inner, BaseModel)
+                known[name] = pruned(value, inner) if nested and isinstance(value, dict) else value
+        return known
+
+    params = get_type_hints(flow.fn).get("params")
+    if params is None or not isinstance(parameters.get("params"), dict):
+        return parameters
+    return parameters | {"params": pruned(parameters["params"], params)}
 
 
 def _flow(entrypoint: str) -> Any:

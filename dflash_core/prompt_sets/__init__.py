@@ -8,7 +8,7 @@ first line is what `dflash prompt-sets` prints.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -129,3 +129,13 @@ def _normalised(prompt: Prompt) -> Prompt:
     # What follows the last answer is dropped from a conversation; a stand-in keeps the question.
     messages, tools = normalize([*turns, {"role": "assistant", "content": "-"}], prompt.tools)
     return replace(prompt, messages=messages[:-1], tools=tools)
+
+
+def require_names(prompt_sets: Sequence[PromptSetConfig]) -> None:
+    """Raises InputError when two sets would be reported under one name."""
+    labels = [prompt_set.label for prompt_set in prompt_sets]
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise InputError(
+            f"several prompt sets are called {', '.join(repeated)}, so they would be reported as one; give each a "
+            "name"
+        )

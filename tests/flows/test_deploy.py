@@ -174,7 +174,9 @@ class OneDeployment:
 
 def test_names_are_those_of_the_server_and_an_update_holds_code_only():
     env = {"AWS_REGION": "eu", "HF_HOME": "/models"}
-    server = OneDeployment(SimpleNamespace(id=uuid4(), job_variables={"env": env, "cpu": 4}))
+    variables, params = {"env": env, "cpu": 4}, {"params": {"root": "mine"}}
+    stands = SimpleNamespace(id=uuid4(), job_variables=variables, parameters=params)
+    server = OneDeployment(stands)
     body = prefect_file(Setup())
     names = list(server_deployments.ensure(server, body, forget=["AWS_REGION"]))
     assert {"store-verify/default", "extract_units/default", "pipeline/cluster"} <= set(names)
@@ -194,6 +196,16 @@ def test_a_new_deployment_gets_all_that_the_file_says():
     (schedule,) = made["schedules"]
     assert (schedule.schedule.cron, schedule.active) == ("0 2 * * *", False)
     assert made["pull_steps"][0]["prefect.deployments.steps.set_working_directory"]["directory"]
+
+
+def test_parameters_that_an_older_version_had_do_not_keep_a_deployment_from_being_updated():
+    params = {"params": {"name": "mine", "gone": 1, "runtime": {"units_per_run": 256}}}
+    server = OneDeployment(SimpleNamespace(id=uuid4(), job_variables={}, parameters=params))
+    names = list(server_deployments.ensure(server, prefect_file(Setup())))
+    updates = dict(zip(names, server.updates, strict=True))
+    kept = {"name": "mine", "runtime": {"child_runs": 32}}
+    assert updates["extract/fan-out"]["parameters"] == {"params": kept}
+    assert updates["train/default"]["parameters"] == {"params": {"name": "mine", "runtime": {}}}
 
 
 def test_parameters_of_a_file_reach_the_pipeline_and_the_root_all_deployments():

@@ -85,6 +85,12 @@ def test_patience_ends(monkeypatch):
         server.patiently(Flaky(httpx.ConnectError("refused")), 7)
 
 
+def test_a_call_that_lasted_for_long_has_all_patience_when_the_server_goes(monkeypatch):
+    clock = iter([0.0, 5000.0, 5001.0, 5002.0, 5003.0])
+    monkeypatch.setattr(server.time, "monotonic", lambda: next(clock))
+    assert server.patiently(Flaky(httpx.ConnectError("gone"), status(503)), 7) == 7
+
+
 def test_what_the_next_update_shows_anyway_is_not_waited_for():
     flaky = Flaky(httpx.ConnectError("refused"), httpx.ConnectError("refused"))
     server.once(flaky, 7)
