@@ -50,7 +50,7 @@ def test_deploying_again_makes_nothing_twice(prefect_server):
         after = standing(client)
         assert after["queues"] == [("cpu", None), ("default", None), ("gpu", 1)]
         assert len(after["limits"]) == len(before["limits"]) + 2
-        assert len(after["automations"]) == 5
+        assert len(after["automations"]) == 8
         assert after["active"] == []
         same = (
             "pool",
