@@ -1,9 +1,9 @@
 """A trained drafter as the directories that serving engines load, checked by loading them again.
 
 Each layout is one config.json and one model.safetensors (several and an index above MAX_FILE_BYTES) with
-flat names, without embedding and head, which are the target's. Files have fixed names, so an interrupted export is written over; it counts once
-the manifest is there. Before that every directory is reloaded, its logits are compared, and each engine's
-own reading of config.json must come to what was trained.
+flat names, without embedding and head, which are the target's. Files have fixed names, so an interrupted
+export is written over; it counts once the manifest is there. Before that every directory is reloaded, its
+logits are compared, and each engine's own reading of config.json must come to what was trained.
 
 Shape letters: N blocks, K block slots, D tokens of a reduced vocabulary, V vocabulary, H hidden size.
 """
@@ -68,14 +68,10 @@ def plan(
         MismatchError: the run is of another target, or the evaluation of another run.
         IncompleteError: the run or the evaluation is not complete.
     """
-    from dflash_core.target import identify
+    from dflash_core.evaluation import require_target
 
-    facts = run.require_stage("runs").facts
-    ours = identify(target).contract()
-    theirs = {key: facts["contract"].get(key) for key in ours}
-    require_same(
-        f"target {target.id!r} and {run.path}", ours, theirs, "give the target of the training run"
-    )
+    require_target(run, target, "give the target of the training run")
+    facts = run.facts
     check_layouts(_shape_of(facts["shape"]), target, config)
     inputs = {"run": run.fingerprint}
     if evaluation is not None:

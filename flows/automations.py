@@ -116,24 +116,16 @@ def _automations(
             within=timedelta(minutes=start_minutes),
             action=_tell(notify, "DFlash: no worker for a crashed run", RUN),
         ),
-        AutomationCore(
-            name="dflash: crashed runs start again",
-            description="The same run continues from its commit records; it gives up after a few times.",
-            trigger=EventTrigger(
-                expect={"prefect.flow-run.Crashed"},
-                match={"prefect.resource.id": "prefect.flow-run.*"},
-                match_related=_tagged("resumable"),
-                posture=Posture.Reactive,
-                threshold=1,
-                within=timedelta(seconds=0),
+        _news(
+            "dflash: crashed runs start again",
+            "The same run continues from its commit records; it gives up after a few times.",
+            {"prefect.flow-run.Crashed"},
+            ChangeFlowRunState(
+                state=StateType.SCHEDULED,
+                name="AwaitingRetry",
+                message="continues from its commit records",
             ),
-            actions=[
-                ChangeFlowRunState(
-                    state=StateType.SCHEDULED,
-                    name="AwaitingRetry",
-                    message="continues from its commit records",
-                ),
-            ],
+            tag="resumable",
         ),
         AutomationCore(
             name=STALLED,
@@ -177,15 +169,17 @@ def _automations(
     ]
 
 
-def _news(name: str, description: str, events: set[str], action: Any) -> AutomationCore:
-    """Acts on each of these events of a run."""
+def _news(
+    name: str, description: str, events: set[str], action: Any, tag: str = "dflash"
+) -> AutomationCore:
+    """Acts on each of these events of a run with this tag."""
     return AutomationCore(
         name=name,
         description=description,
         trigger=EventTrigger(
             expect=events,
             match={"prefect.resource.id": "prefect.flow-run.*"},
-            match_related=_tagged("dflash"),
+            match_related=_tagged(tag),
             posture=Posture.Reactive,
             threshold=1,
             within=timedelta(seconds=0),
