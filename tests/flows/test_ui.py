@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dflash_core.config import Runtime, TargetConfig
@@ -53,17 +55,19 @@ def ui(tmp_path_factory):
             time.sleep(0.5)
         yield process, env | {"PREFECT_API_URL": f"http://127.0.0.1:{port}/api"}
     finally:
-        if group_is_alive(process.pid):
-            os.killpg(process.pid, signal.SIGKILL)
+        for member in session(process.pid):
+            member.kill()
         process.wait()
 
 
-def group_is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
+def session(leader: int) -> list[psutil.Process]:
+    """Processes of a command that leads a session, in whatever process group."""
+    members = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+    return members
 
 
 @pytest.fixture
@@ -148,6 +152,8 @@ def test_a_deployment_runs_on_the_worker_and_ctrl_c_stops_everything(ui, tmp_pat
     subprocess.run([BIN / "prefect", *command, "--watch"], env=env, check=True, timeout=200)
     assert case.only(Storage.from_url(root), "corpora").facts["num_train"] > 0
 
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: all of the foreground's group
     process.wait(60)
-    assert not group_is_alive(process.pid), "the server or the worker outlived the command"
+    # What started a run ends when it sees that its worker has.
+    _, alive = psutil.wait_procs(session(process.pid), timeout=10)
+    assert not alive, f"outlived the command: {[p.cmdline() for p in alive]}"
