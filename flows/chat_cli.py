@@ -146,6 +146,7 @@ class Session:
             self.model: Any = load_causal_lm(config, where)
             self.drafter = found.build().to(where, self.model.dtype).requires_grad_(False)
             self.embedding = self.model.get_input_embeddings().weight
+            found.require_embedding(self.embedding, f"drafter {drafter!r}")
             self.head, self.token_ids = self.model.get_output_embeddings().weight, None
             if found.head_DH is not None:
                 self.head = found.head_DH.to(where, self.model.dtype)

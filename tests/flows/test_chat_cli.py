@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,17 @@ def test_a_run_of_another_target_and_a_missing_drafter_are_refused(
         with pytest.raises(SystemExit):
             main(["generate", drafter, "Hello", *options(root, target)])
         assert text in capsys.readouterr().err
+
+
+def test_a_drafter_with_an_embedding_of_its_own_is_refused(root, target, capsys, monkeypatch):
+    run = sealed_run(Storage.from_url(root), target)
+    genuine, own = chat_cli.load_drafter, torch.zeros(targets.VOCAB, 32)
+    monkeypatch.setattr(
+        chat_cli, "load_drafter", lambda *args: replace(genuine(*args), embedding_VH=own)
+    )
+    with pytest.raises(SystemExit):
+        main(["generate", run.path, "Hello", *options(root, target)])
+    assert "embed_tokens.weight of its own" in capsys.readouterr().err
 
 
 def test_accepted_drafts_are_coloured_and_characters_are_never_torn(target):
