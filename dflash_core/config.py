@@ -408,7 +408,7 @@ class Runtime(Config):
     batch_tokens: int = Field(default=4096, ge=1)
     """Tokens of a padded batch, where packs are run as batches."""
     processes: int = Field(default=0, ge=0)
-    """Processes that curate and tokenize parts side by side; 0 takes one for each core."""
+    """Processes that curate and tokenize side by side; 0 takes one for each core, fewer for little work."""
     generate_batch: int = Field(default=64, ge=1)
     """Conversations answered together by a local target."""
     writer_threads: int = Field(default=4, ge=1)

@@ -51,6 +51,7 @@ STAGE = "tokens"
 VERSION = 2
 
 _CHUNK, _SHARD = 2**16, 2**22  # tokens of the smallest read and of one object
+_ROWS_WORTH_A_PROCESS = 10_000  # seconds of work, as many as a new process takes to start
 _WHOLE_BYTES = 2**30  # datasets below this are read into memory once
 
 
@@ -103,6 +104,9 @@ def run_units(
 ) -> None:
     """Tokenizes the parts `todo` and commits each, in this process or side by side in several new ones.
 
+    Args:
+        processes: how many; 0 for one on each core, fewer when there is little to do.
+
     Raises:
         BrokenProcessPool: a process was killed, most likely for memory; what it committed stays.
     """
@@ -117,9 +121,11 @@ def _run(
     dataset: Dataset, corpus: Dataset, target: TargetConfig, todo: list[str], processes: int
 ) -> Iterator[dict[str, int]]:
     """Counts of each part as it is committed."""
-    processes = min(processes or os.cpu_count() or 1, len(todo))
+    config = TokenizeConfig(**dataset.config)
+    worthwhile = len(todo) * config.rows_per_part // _ROWS_WORTH_A_PROCESS
+    processes = min(processes or min(os.cpu_count() or 1, worthwhile), len(todo))
     if processes <= 1:
-        chats = _Chats(target, TokenizeConfig(**dataset.config).thinking)
+        chats = _Chats(target, config.thinking)
         yield from (_run_unit(dataset, corpus, chats, unit) for unit in todo)
         return
     what = (dataset.root.url, dataset.path, corpus.path, target)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
+from importlib.metadata import version
 from pathlib import Path
+
+from filelock import FileLock
 
 from flows import SETTINGS
 from tests.ports import free_ports
@@ -18,11 +23,30 @@ RUNS = ("prefect.engine", "prefect.flow_engine")  # words in the command of a ru
 PREFECT = str(Path(sys.executable).parent / "prefect")
 
 
+def ready_home(folder: Path) -> Path:
+    """The folder as a home of Prefect with an empty database, whose making takes 10 s and more.
+
+    It is made once for each version of Prefect on this machine, and copied.
+    """
+    kept = Path(tempfile.gettempdir()) / f"dflash-tests-prefect-{version('prefect')}.db"
+    with FileLock(f"{kept}.lock"):
+        if not kept.exists():
+            with tempfile.TemporaryDirectory(dir=kept.parent) as home:
+                command = [PREFECT, "server", "database", "upgrade", "-y"]
+                environment = os.environ | {"PREFECT_HOME": home}
+                subprocess.run(command, env=environment, check=True, capture_output=True)
+                Path(home, "prefect.db").replace(kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "prefect.db").exists():
+        shutil.copyfile(kept, folder / "prefect.db")
+    return folder
+
+
 class PrefectServer:
     """One server on one database; `kill` and `start` again make an outage."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = ready_home(folder)
         (self.port,) = free_ports(1)
         self.api_url = f"http://127.0.0.1:{self.port}/api"
         self._process: subprocess.Popen | None = None

@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -419,6 +420,35 @@ def test_several_processes_write_what_one_writes(tmp_path):
         made.append(Tokens.open(dataset))
     for name in ("offset", "pack", "row", "_input_ids", "_loss_mask"):
         np.testing.assert_array_equal(getattr(made[0], name), getattr(made[1], name))
+
+
+@pytest.mark.parametrize(
+    ("asked", "rows_per_part", "expected"), [(0, 4, 1), (0, 4_000, 2), (2, 4, 2), (9, 4, 5)]
+)
+def test_little_work_is_done_without_starting_processes(
+    root, tmp_path, monkeypatch, asked, rows_per_part, expected
+):
+    started = []
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, processes):
+            started.append(processes)
+            super().__init__(1)
+
+    monkeypatch.setattr(tokenization, "process_pool", Pool)
+    monkeypatch.setattr(tokenization.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(tokenization, "_run_unit", lambda *_: {})
+    corpus = corpus_of(root, conversations(20))
+    config = TokenizeConfig(pack_tokens=256, rows_per_part=rows_per_part)
+    dataset = tokenization.plan(root, "test", corpus, chats.target(tmp_path / "target"), config)
+    tokenization.run_units(
+        dataset,
+        corpus,
+        chats.target(tmp_path / "target"),
+        [f"part-{i:06d}" for i in range(5)],
+        processes=asked,
+    )
+    assert started == [expected] * (expected > 1)
 
 
 def test_packs_hold_every_sample_once_and_read_back_as_they_were_made(root, tmp_path):

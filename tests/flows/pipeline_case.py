@@ -57,7 +57,7 @@ def parameters(folder: Path, root: str, target: TargetConfig) -> dict:
             "checkpoint_every": 4,
         },
         "evaluate": {"num_prompts": 2, "max_new_tokens": 12},
-        "runtime": {"device": "cpu", "span_packs": 1, "generate_batch": 16},
+        "runtime": {"device": "cpu", "span_packs": 4, "generate_batch": 16},
     }
 
 

@@ -11,14 +11,16 @@ from dflash_core.hidden_states import HiddenStates
 from dflash_core.storage import Storage
 from tests import targets
 from tests.flows import pipeline_case as case
+from tests.prefect_server import ready_home
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """One Prefect home for the module, so that the database is migrated once."""
-    return {"PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")), "OMP_NUM_THREADS": "1"}
+    """One Prefect home for the module."""
+    home = ready_home(tmp_path_factory.mktemp("prefect"))
+    return {"PREFECT_HOME": str(home), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
